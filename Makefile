@@ -1,0 +1,62 @@
+# Everything a person or a CI runs. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Not in every checkout from the first day, so only those that are there.
+CHECKED := $(wildcard src tests examples bench)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env demo test test-long lint format types bench-host clean
+
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Two stamps: the demo needs a few small packages only, the tests need the model libraries as well.
+# Each is remade when the project or its pins change.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing fullshard and the demo's packages into $(VENV) ..."
+	$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing fullshard and the development packages into $(VENV) ..."
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $(VENV)/.installed-demo $@
+
+env: $(VENV)/.installed-test ## Make .venv and install the package with all it needs for development
+
+demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RANKS=4 for four)
+	$(BIN)/python examples/demo.py $(if $(RANKS),--ranks $(RANKS))
+
+test: env lint types ## Lint, type check and test: what the CI runs
+	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: env ## The tests that take minutes
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+lint: env ## Check the style, change nothing
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+format: env ## Sort imports, fix what can be fixed, format
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+types: env ## Type check the package, strictly
+	$(BIN)/mypy
+
+bench-host: env ## Host time per unit and step, fullshard and FSDP2 side by side
+	$(BIN)/python bench/host_time.py
+
+clean: ## Remove builds, caches and outputs (the environment stays; remove .venv yourself)
+	rm -rf build dist demo-output bench-output .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""From units to a running engine, in one transaction: if anything raises, the module is as it was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard import optimizers, surface
+from fullshard.collectives import Comm
+from fullshard.errors import FullshardError, RankMismatch
+from fullshard.materialize import Materializer
+from fullshard.options import Options
+from fullshard.plan import LanePlan, lanes_of, plan_of
+from fullshard.runtime import LiveUnit, Runtime
+from fullshard.shards import Lane, Slots, in_memory_order
+from fullshard.state import attach_state
+from fullshard.units import Member, Unit
+
+Planned = list[tuple[LanePlan, list[Member]]]
+
+
+def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options) -> Runtime:
+    plan = plan_of(units, comm.ranks, options)
+    lanes_by_unit = [lanes_of(unit, comm.ranks, options) for unit in units]
+    materializer, problem = None, None
+    try:
+        materializer = Materializer(model, comm.device, options.materialize)
+    except FullshardError as error:
+        problem = error
+    comm.raise_together(problem)
+    assert materializer is not None
+    undo: list[tuple[nn.Parameter, torch.Tensor]] = []
+    try:
+        if options.initial == "verify":
+            _verify(units, comm)
+        live = []
+        for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
+            _fill(unit, materializer, comm)
+            lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
+            live.append(_live(index, unit, planned, lanes))
+            _show_resting(lanes, undo)
+        _fill_rest(model, materializer, comm)
+        for buffer in model.buffers():
+            comm.from_first(buffer)
+    except BaseException:
+        for parameter, value in undo:
+            parameter.data = value
+        materializer.undo()
+        raise
+    _nest(live)
+    runtime = Runtime(live, comm, options)
+    runtime.plan = plan
+    runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
+    surface.attach(runtime, model)
+    _attach_state(runtime)
+    optimizers.own(runtime)
+    return runtime
+
+
+def _fill(unit: Unit, materializer: Materializer, comm: Comm) -> None:
+    _together(comm, materializer, [module for member in unit.members for module, _ in member.sites])
+
+
+def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None:
+    _together(comm, materializer, list(model.modules()))
+
+
+def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) -> None:
+    if not materializer.needed:
+        return
+    problem = None
+    try:
+        materializer.fill(modules)
+    except FullshardError as error:
+        problem = error
+    comm.raise_together(problem)
+
+
+def _verify(units: Sequence[Unit], comm: Comm) -> None:
+    """On request: ranks must have built equal values."""
+    names, digests = [], []
+    for unit in units:
+        for member in unit.members:
+            if not member.parameter.is_meta:
+                raw = member.parameter.detach().cpu().contiguous().reshape(-1)
+                raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
+                names.append(member.name)
+                digests.append(hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest())
+    everyone = comm.tell_objects(digests)
+    for rank, theirs in zip(comm.members, everyone, strict=True):
+        for name, mine, first in zip(names, theirs, everyone[0], strict=True):
+            if mine != first:
+                raise RankMismatch(
+                    f"rank {rank} built other values than rank {comm.members[0]} for parameter {name!r}",
+                    "Seed every rank alike, or use initial='broadcast', where the first rank's values win.",
+                )
+
+
+def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options) -> Lane:
+    """A lane with the first rank's values in its shard. Only one lane is ever whole here."""
+    parameters = [member.parameter for member in members]
+    lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.whole_at_rest)
+    whole = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
+    for piece, member in zip(plan.layout.pieces, members, strict=True):
+        whole[piece.start : piece.stop].copy_(in_memory_order(member.parameter.detach(), piece))
+    comm.from_first(whole)
+    lane.rest.copy_(whole if options.whole_at_rest else whole.view(comm.ranks, -1)[comm.rank])
+    return lane
+
+
+def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUnit:
+    slots = Slots(unit.name)
+    sites = []
+    for lane, (_, members) in zip(lanes, planned, strict=True):
+        for member, computing in zip(members, lane.computing, strict=True):
+            for module, attribute in member.sites:
+                slots.add(module._parameters, attribute, member.parameter, computing)
+                sites.append((module, attribute))
+            for reference in member.references:
+                slots.add(reference.container, reference.key, member.parameter, computing)
+    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites)
+
+
+def _show_resting(lanes: list[Lane], undo: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    for lane in lanes:
+        undo.extend((p, p.data) for p in lane.parameters)
+        lane.show_resting()
+
+
+def _nest(units: list[LiveUnit]) -> None:
+    for unit in units[1:]:
+        inside = {id(m) for module in unit.modules for m in module.modules()}
+        unit.inner = [u for u in units[1:] if u is not unit and id(u.modules[0]) in inside]
+
+
+def _attach_state(runtime: Runtime) -> None:
+    places: dict[nn.Module, dict[str, tuple[Lane, int]]] = {}
+    for unit in runtime.units:
+        index = {id(p): (lane, i) for lane in unit.lanes for i, p in enumerate(lane.parameters)}
+        for module, attribute in unit.sites:
+            parameter = module._parameters[attribute]
+            places.setdefault(module, {})[attribute] = index[id(parameter)]
+    for module, held in places.items():
+        attach_state(module, held)

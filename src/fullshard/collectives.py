@@ -1,0 +1,354 @@
+"""Every call of torch.distributed, tagged with the unit it serves.
+
+Gathers and reduces travel in two groups, so each kind needs one agreed order only among itself:
+a rank that skips a unit may issue a gather before a reduce where another does the opposite.
+A third group, always on the host, carries small agreements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
+from fullshard.records import Records
+from fullshard.world import Launch, launch
+
+_POLL_S = 1.0
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Operation:
+    """A collective in flight. `wait` returns when its result may be used on the current stream."""
+
+    __slots__ = ("_after", "_comm", "_work", "channel", "number")
+
+    def __init__(self, comm: Comm, work: Any, channel: str, number: int, after: Callable[[], Any] | None) -> None:
+        self._comm, self._work, self._after = comm, work, after
+        self.channel, self.number = channel, number
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._comm.wait_for(self._work, self.channel, self.number)
+            self._work = None
+            if self._after is not None:
+                self._after()
+                self._after = None
+
+
+class Comm:
+    """This rank's connections for one sharded model."""
+
+    def __init__(self, device: torch.device, shard: list[int], replicate: list[int], members: list[int]) -> None:
+        self.device = device
+        self.launch: Launch = launch()
+        self.world_rank, self.world_ranks = dist.get_rank(), dist.get_world_size()
+        self.members = members
+        self.rank, self.ranks = shard.index(self.world_rank), len(shard)
+        self.replicas = len(replicate)
+        self.all_ranks = len(members)
+        self._gather_group = _group(shard)
+        self._reduce_group = _group(shard)
+        self._replica_group = _group(replicate) if self.replicas > 1 else None
+        self._control_group = _group(members, backend="gloo")
+        self._source = members[0]
+        # gloo moves host memory: device tensors are staged through it.
+        self._staged = device.type != "cpu" and dist.get_backend(self._gather_group) == "gloo"
+        self._host_waits = device.type == "cpu" or self._staged
+        self.step = 0
+        self.phase = "shard"
+        self.records = self._open_records(shard, replicate)
+
+    # ---- hot path
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+        """All ranks' intervals into `full`; `own` is this rank's interval of it, already written."""
+        if self.ranks == 1:
+            return None
+        number = self.records.begin("gather", self.phase, unit, self.step)
+        if self._staged:
+            host = torch.empty(full.shape, dtype=full.dtype)
+            mine = host.view(self.ranks, -1)[self.rank]
+            mine.copy_(own)
+            work = _all_gather(_bytes(host), _bytes(mine), group=self._gather_group, async_op=True)
+            return Operation(self, work, "gather", number, lambda: full.copy_(host))
+        work = _all_gather(_bytes(full), _bytes(own), group=self._gather_group, async_op=True)
+        return Operation(self, work, "gather", number, None)
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation | None:
+        """Interval r of `sent` goes to rank r; what every rank sent to this one arrives in rows."""
+        if self.ranks == 1:
+            received.copy_(sent)
+            return None
+        number = self.records.begin("reduce", self.phase, unit, self.step)
+        if self._staged:
+            host_sent, host_received = sent.cpu(), torch.empty(received.shape, dtype=received.dtype)
+            work = dist.all_to_all_single(
+                _bytes(host_received), _bytes(host_sent), group=self._reduce_group, async_op=True
+            )
+            return Operation(self, work, "reduce", number, lambda: received.copy_(host_received))
+        work = dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._reduce_group, async_op=True)
+        return Operation(self, work, "reduce", number, None)
+
+    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> None:
+        """Summed gradient intervals back to every rank (strategy replicate)."""
+        if self.ranks == 1:
+            return
+        number = self.records.begin("reduce", self.phase, unit, self.step)
+        target = torch.empty(whole.shape, dtype=whole.dtype) if self._staged else whole
+        source = own.cpu() if self._staged else own
+        work = _all_gather(_bytes(target), _bytes(source), group=self._reduce_group, async_op=True)
+        self.wait_for(work, "reduce", number)
+        if self._staged:
+            whole.copy_(target)
+
+    def sum_replicas(self, shard: torch.Tensor, unit: str) -> None:
+        """Sum equal shards over the replicas of a hybrid mesh, in place."""
+        if self._replica_group is not None:
+            self._all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, unit)
+
+    # ---- once a step
+
+    def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that hold different shards; returns the summed tensor."""
+        return self._small(values, dist.ReduceOp.SUM)
+
+    def max_everywhere(self, values: torch.Tensor) -> None:
+        """Maximum over all members, replicas included, in place."""
+        self.max_shards(values)
+        if self._replica_group is not None:
+            self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group, "gradients")
+
+    def max_shards(self, values: torch.Tensor) -> torch.Tensor:
+        return self._small(values, dist.ReduceOp.MAX)
+
+    def min_shards(self, values: torch.Tensor) -> torch.Tensor:
+        return self._small(values, dist.ReduceOp.MIN)
+
+    def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.ranks > 1:
+            self._all_reduce(values, op, self._reduce_group, "gradients")
+        return values
+
+    def _all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> None:
+        channel = "replica" if group is self._replica_group else "reduce"
+        number = self.records.begin(channel, self.phase, unit, self.step)
+        flat = torch.view_as_real(values) if values.is_complex() else values
+        target = flat.cpu() if self._staged else flat
+        self.wait_for(dist.all_reduce(target, op=op, group=group, async_op=True), channel, number)
+        if self._staged:
+            flat.copy_(target)
+
+    # ---- agreements on the host, over all members
+
+    def tell(self, value: int) -> list[int]:
+        """Every rank's number, by rank."""
+        return [int(v) for v in self.tell_many([value])[:, 0]]
+
+    def tell_many(self, values: Sequence[int]) -> torch.Tensor:
+        """Every rank's numbers: one row a rank."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        if self.all_ranks == 1:
+            return mine[None]
+        number = self.records.begin("control", self.phase, "agreement", self.step)
+        rows = torch.empty(self.all_ranks, len(values), dtype=torch.int64)
+        work = _all_gather(rows.view(-1), mine, group=self._control_group, async_op=True)
+        self.wait_for(work, "control", number)
+        return rows
+
+    def tell_objects(self, value: Any) -> list[Any]:
+        """Every rank's plain object, by rank. Not for the hot path."""
+        if self.all_ranks == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.all_ranks
+        dist.all_gather_object(gathered, value, group=self._control_group)
+        return gathered
+
+    def from_first(self, values: torch.Tensor) -> None:
+        """The first rank's values, in place, on every rank."""
+        if self.all_ranks == 1 or not values.numel():
+            return
+        group = self._control_group
+        target = values if values.device.type == "cpu" else values.cpu()
+        dist.broadcast(_bytes(target), src=self._source, group=group)
+        if target is not values:
+            values.copy_(target)
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise on all ranks if one rank's value differs from the first's."""
+        said = self.tell_objects(value)
+        for rank, other in zip(self.members, said, strict=True):
+            if other != said[0]:
+                raise RankMismatch(f"rank {rank} differs from rank {self.members[0]} in {what}: {other!r} against {said[0]!r}",
+                                   "Run the same code with the same options on every rank.")
+
+    def raise_together(self, error: FullshardError | None) -> None:
+        """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
+        said = self.tell_objects(None if error is None else (type(error), error.what, error.remedy))
+        if error is not None:
+            raise error
+        for rank, other in zip(self.members, said, strict=True):
+            if other is not None:
+                kind, what, remedy = other
+                raise kind(f"rank {rank} reports: {what}", remedy)
+
+    # ---- waiting
+
+    def wait_for(self, work: Any, channel: str, number: int) -> None:
+        if not self._host_waits and channel != "control":
+            work.wait()  # the current stream waits, not the host
+            self.records.end(channel, number)
+            return
+        records = self.records
+        records.wait_begin(channel, number)
+        begun = time.monotonic()
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_POLL_S))
+                    break
+                except RuntimeError as error:
+                    self._still_waiting(error, channel, number, begun)
+        finally:
+            records.wait_end()
+        records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
+        self._check_agreement(channel)
+
+    def check_agreement(self) -> None:
+        """Once a step where waiting does not check it: are all ranks of this host in the same operations?"""
+        if not self._host_waits:
+            for channel in ("gather", "reduce"):
+                self._check_agreement(channel)
+
+    def _check_agreement(self, channel: str) -> None:
+        strangers = self.records.disagreement(channel)
+        if strangers:
+            raise RankMismatch(
+                f"ranks are in different operations: {self.records.places()[self.records.rank]}; "
+                + "; ".join(map(str, strangers)),
+                "Every rank must make the same calls on a sharded model in the same order.",
+            )
+
+    def _still_waiting(self, error: RuntimeError, channel: str, number: int, begun: float) -> None:
+        verdict = self.records.verdict(channel, number)
+        if verdict is None and "imed out" not in str(error) and "imeout" not in str(error):
+            verdict = f"the connection failed ({str(error).splitlines()[0]})"
+            time.sleep(0.2)
+            verdict = self.records.verdict(channel, number) or verdict
+        waited = time.monotonic() - begun
+        if verdict is None and waited > self.launch.stall_timeout_s:
+            verdict = f"nothing moved for {waited:.0f} s"
+        if verdict is None:
+            return
+        places = "; ".join(str(p) for p in self.records.places() if p is not None)
+        raise Stalled(
+            f"an operation that the other ranks will not complete: {verdict}. Places: {places}",
+            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`.",
+        ) from None
+
+    def _open_records(self, shard: list[int], replicate: list[int]) -> Records:
+        """Ranks of one host share a folder of records; the first rank's word names the run."""
+        token = [hashlib.sha1(os.urandom(16)).hexdigest()[:16]]
+        if self.all_ranks > 1:
+            dist.broadcast_object_list(token, src=self._source, group=self._control_group)
+        # Memory, where there is such a folder: written pages of a disk could stall the hot path.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        folder = os.path.join(memory, f"fullshard-{os.getuid()}-{token[0]}")
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        records = Records(folder, self.members.index(self.world_rank), self.all_ranks)
+        place = self.members.index
+        for channel in ("gather", "reduce"):
+            records.declare(channel, [place(r) for r in shard])
+        records.declare("replica", [place(r) for r in replicate])
+        weakref.finalize(self, _close, records, folder)
+        if self.all_ranks > 1:
+            dist.barrier(group=self._control_group)
+        return records
+
+
+def _close(records: Records, folder: str) -> None:
+    records.close()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Any dtype travels as bytes: bool, complex and 8-bit floats included."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).view(-1)
+    return tensor.view(torch.uint8)
+
+
+def _group(ranks: list[int], backend: str | None = None) -> Any:
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+
+def start(device: torch.device) -> None:
+    """Start the default process group if there is none: from the launcher, or as a world of one."""
+    if dist.is_initialized():
+        speak_as(dist.get_rank())
+        return
+    said = launch()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if said.rendezvous:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    speak_as(dist.get_rank())
+
+
+def rank_count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else launch().ranks
+
+
+def connect(device: torch.device, mesh: DeviceMesh | None, hybrid: bool) -> Comm:
+    """The groups of a mesh. None is all ranks; hybrid then shards inside a node, replicates across."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if mesh is None:
+        inner = launch().local_ranks if hybrid else ranks
+        if ranks % inner:
+            raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
+        grid = torch.arange(ranks).view(-1, inner)
+    else:
+        grid = _grid(mesh, hybrid, rank, ranks)
+    row, column = (int(v[0]) for v in torch.where(grid == rank))
+    members = sorted(int(r) for r in grid.flatten())
+    return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members)
+
+
+def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionError(f"mesh is {mesh!r}", "Give a torch DeviceMesh, or None for all ranks.")
+    grid, names = mesh.mesh.cpu(), tuple(mesh.mesh_dim_names or ())
+    if hybrid:
+        if grid.dim() != 2 or set(names) != {"replicate", "shard"}:
+            raise OptionError(
+                f"strategy 'hybrid' got a mesh with axes {names or grid.dim()}",
+                'Use init_device_mesh(device, (R, S), mesh_dim_names=("replicate", "shard")).',
+            )
+        grid = grid if names == ("replicate", "shard") else grid.t()
+    elif grid.dim() != 1:
+        raise OptionError(
+            f"the mesh has {grid.dim()} axes {names}, but only strategy 'hybrid' uses two",
+            "Pass a mesh of one axis, such as mesh['shard'], or strategy='hybrid'.",
+        )
+    if int(grid.max()) >= ranks:
+        raise OptionError(f"the mesh names rank {int(grid.max())}, but there are {ranks} ranks",
+                          "Build the mesh over the ranks of this run.")
+    if not bool((grid == rank).any()):
+        raise OptionError(f"the mesh {grid.tolist()} leaves out rank {rank}",
+                          "Call fs.shard on the ranks of the mesh alone, or build one with every rank.")
+    return grid.view(1, -1) if grid.dim() == 1 else grid
+
+

@@ -1,0 +1,210 @@
+"""The public face; composes, decides nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import collectives, options as _options, world
+from fullshard.build import build
+from fullshard.collectives import Comm
+from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError
+from fullshard.options import Options
+from fullshard.plan import Plan, make_plan
+from fullshard.precision import Precision
+from fullshard.runtime import Runtime
+from fullshard.units import Unit, find_units
+
+M = TypeVar("M", bound=nn.Module)
+Batch = TypeVar("Batch")
+
+
+def shard(
+    model: M,
+    *,
+    strategy: str = "zero3",
+    precision: str | Precision = "fp32",
+    mesh: DeviceMesh | None = None,
+    units: Any = None,
+    checkpoint_activations: bool = False,
+    ignore: Any = (),
+    initial: str = "broadcast",
+    materialize: Callable[[nn.Module], Any] | None = None,
+    check_gradients: bool = False,
+    prefetch: bool = True,
+) -> M:
+    """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
+
+    strategy: 'zero3' (default), 'zero2', 'zero1', 'replicate', or 'hybrid' (shard inside, replicate across).
+    precision: 'fp32', 'bf16', 'fp16', or an fs.Precision.
+    mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks.
+    units: None finds them; or module classes; or a function of a module that returns a bool.
+    checkpoint_activations: compute the activations of each block again in backward.
+    ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
+    initial: 'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.
+    materialize: for a meta-device model, a function that initialises one module's own tensors.
+    check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
+    prefetch: gather the next unit while this one computes.
+    """
+    said = _options.parse(
+        strategy=strategy,
+        precision=precision,
+        units=units,
+        ignore=ignore,
+        checkpoint_activations=checkpoint_activations,
+        initial=initial,
+        materialize=materialize,
+        check_gradients=check_gradients,
+        prefetch=prefetch,
+    )
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module")
+    device = world.compute_device(_model_device(model))
+    collectives.start(device)
+    comm = collectives.connect(device, mesh, strategy == "hybrid")
+    found, problem = None, None
+    try:
+        _refuse_unfit(model)
+        found = find_units(model, said)
+    except FullshardError as error:
+        problem = error
+    comm.raise_together(problem)
+    assert found is not None
+    _agree_on_model(comm, found, said)
+    build(model, found, comm, said)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    *,
+    ranks: int | None = None,
+    strategy: str = "zero3",
+    precision: str | Precision = "fp32",
+    units: Any = None,
+    ignore: Any = (),
+) -> Plan:
+    """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
+    runtime = model.__dict__.get("_fullshard")
+    if runtime is not None:
+        return runtime.plan  # type: ignore[no-any-return]
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
+    said = _options.parse(strategy=strategy, precision=precision, units=units, ignore=ignore)
+    return make_plan(model, ranks or collectives.rank_count(), said)
+
+
+@contextmanager
+def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
+    """Parameters of `module` hold their whole values, for reading or editing. All ranks must enter.
+
+    With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
+    """
+    runtime = _runtime(module)
+    inside = {id(p) for p in module.parameters()}
+    units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
+    with runtime.opened(units, writeback):
+        yield module
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Around all micro-batches but the last: postpones communication where the strategy allows it."""
+    reduction = _runtime(model).reduction
+    before, reduction.postponing = reduction.postponing, True
+    try:
+        yield
+    finally:
+        reduction.postponing = before
+
+
+def even_batches(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
+    """The same number of steps on every rank, however many batches each has.
+
+    A rank that has run out gets its last batch again, and its backward counts nothing: gradients are
+    the mean over the ranks that still have data. Costs one small agreement a batch.
+    """
+    runtime = _runtime(model)
+    iterator, last, first = iter(batches), None, True
+    try:
+        while True:
+            here, batch = True, last
+            try:
+                batch = last = next(iterator)
+            except StopIteration:
+                here = False
+            active = sum(runtime.comm.tell(int(here)))
+            empty = runtime.comm.tell(int(first and not here)) if first else []
+            if active and any(empty):
+                raise RankMismatch(
+                    f"rank {runtime.comm.members[empty.index(1)]} has no batch at all",
+                    "Give every rank at least one batch.",
+                )
+            if not active:
+                return
+            first = False
+            runtime.reduction.absent, runtime.reduction.active_ranks = not here, active
+            yield batch  # type: ignore[misc]
+    finally:
+        runtime.reduction.absent, runtime.reduction.active_ranks = False, runtime.comm.all_ranks
+
+
+def _runtime(module: nn.Module) -> Runtime:
+    runtime = module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
+    if runtime is None:
+        raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
+    return runtime  # type: ignore[no-any-return]
+
+
+def _model_device(model: nn.Module) -> torch.device:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    devices = {t.device for _, t in tensors if not t.is_meta}
+    if len(devices) > 1:
+        where = {str(t.device): name for name, t in reversed(tensors)}
+        raise ModelError(f"the model lies on several devices: {where}", "Move it to one device first.")
+    return devices.pop() if devices else torch.device("meta" if tensors else "cpu")
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if "_fullshard" in module.__dict__:
+            raise StateError(f"module {name or type(model).__name__!r} is sharded already", "Call fs.shard once.")
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.grad is not None:
+                raise ModelError(
+                    f"parameter {f'{name}.{attribute}'.lstrip('.')!r} has a gradient",
+                    "Call model.zero_grad() before fs.shard.",
+                )
+    if next(model.parameters(), None) is None:
+        raise ModelError("the model has no parameters")
+
+
+def _agree_on_model(comm: Comm, units: list[Unit], said: Options) -> None:
+    """Ranks that built different models, or asked for different things, are told apart by name."""
+    rows = [
+        f"parameter {m.name!r} of shape {m.shape}, {m.parameter.dtype}, "
+        f"{'trainable' if m.parameter.requires_grad else 'frozen'}, in unit {unit.name!r}"
+        for unit in units
+        for m in unit.members
+    ]
+    rows.append(f"strategy {said.strategy!r}, {said.precision}, checkpoint_activations={said.checkpoint_activations}, "
+                f"initial={said.initial!r}, check_gradients={said.check_gradients}, prefetch={said.prefetch}")
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    digests = comm.tell_objects(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = comm.tell_objects(rows)
+    for rank, theirs in zip(comm.members, everyone, strict=True):
+        if theirs != everyone[0]:
+            pairs = zip(theirs + ["nothing"], everyone[0] + ["nothing"], strict=False)
+            first = next((a, b) for a, b in pairs if a != b)
+            raise RankMismatch(
+                f"rank {rank} has {first[0]}, where rank {comm.members[0]} has {first[1]}",
+                "Build the same model with the same options on every rank.",
+            )

@@ -1,0 +1,64 @@
+"""Every exception the package raises, each with its remedy.
+
+A message says which rank speaks, what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+_speaker = 0
+
+
+def speak_as(rank: int) -> None:
+    """Messages raised from now on begin with this rank."""
+    global _speaker
+    _speaker = rank
+
+
+class FullshardError(RuntimeError):
+    """The family: everything fullshard raises on purpose derives from it."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        self.what = what
+        self.remedy = remedy
+        self.rank = _speaker
+        text = what.rstrip(".")
+        super().__init__(f"rank {self.rank}: {text}. {remedy}".rstrip())
+
+    def __reduce__(self) -> tuple[type[FullshardError], tuple[str, str]]:
+        return type(self), (self.what, self.remedy)
+
+
+class OptionError(FullshardError, ValueError):
+    """An option that does not exist, or does not fit the others."""
+
+
+class ModelError(FullshardError):
+    """The model cannot be sharded as it is."""
+
+
+class RankMismatch(FullshardError):
+    """Ranks disagree: about the model, its values, the options, or where they are."""
+
+
+class Stalled(FullshardError):
+    """An operation that the other ranks will never take part in."""
+
+
+class StateError(FullshardError):
+    """Something was asked for at a moment when it has no meaning."""
+
+
+class AtRestError(FullshardError):
+    """A parameter was computed with while it held only this rank's elements."""
+
+
+class GradientError(FullshardError):
+    """A gradient that is not finite, or a reduction of gradients that cannot be made global."""
+
+
+class OptimizerError(FullshardError):
+    """An optimizer that cannot work on shards, or holds tensors that the model does not own."""
+
+
+class Unsupported(FullshardError):
+    """A torch feature that does not work on a sharded module."""

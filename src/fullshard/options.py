@@ -1,0 +1,114 @@
+"""The frozen options of a run, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard import precision as _precision
+from fullshard.errors import OptionError
+from fullshard.precision import Precision
+
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "hybrid")
+INITIAL = ("broadcast", "verify")
+
+UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fs.shard` was asked for. Strategies are only these four release rules (design D4)."""
+
+    strategy: str
+    precision: Precision
+    units: UnitChoice
+    checkpoint_activations: bool
+    ignore: tuple[Any, ...]
+    initial: str
+    materialize: Callable[[nn.Module], Any] | None
+    check_gradients: bool
+    prefetch: bool
+
+    @property
+    def whole_at_rest(self) -> bool:
+        """Every rank keeps every element, of parameters, gradients and optimizer state."""
+        return self.strategy == "replicate"
+
+    @property
+    def releases_after_forward(self) -> bool:
+        return self.strategy in ("zero3", "hybrid")
+
+    @property
+    def piles_up(self) -> bool:
+        """Whole local gradients may wait for the last micro-batch inside fs.accumulate."""
+        return self.strategy in ("replicate", "zero1")
+
+
+def parse(
+    *,
+    strategy: str,
+    precision: str | Precision,
+    units: Any,
+    ignore: Any,
+    checkpoint_activations: bool = False,
+    initial: str = "broadcast",
+    materialize: Callable[[nn.Module], Any] | None = None,
+    check_gradients: bool = False,
+    prefetch: bool = True,
+) -> Options:
+    _one_of("strategy", strategy, STRATEGIES)
+    _one_of("initial", initial, INITIAL)
+    for name, flag in (
+        ("checkpoint_activations", checkpoint_activations),
+        ("check_gradients", check_gradients),
+        ("prefetch", prefetch),
+    ):
+        if not isinstance(flag, bool):
+            raise OptionError(f"{name} is {flag!r}, which is neither True nor False")
+    if materialize is not None and not callable(materialize):
+        raise OptionError(f"materialize is {materialize!r}", "Give a function of one module.")
+    return Options(
+        strategy=strategy,
+        precision=_precision.parse(precision),
+        units=_units(units),
+        checkpoint_activations=checkpoint_activations,
+        ignore=_ignore(ignore),
+        initial=initial,
+        materialize=materialize,
+        check_gradients=check_gradients,
+        prefetch=prefetch,
+    )
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise OptionError(f"unknown {name} {value!r}", f"Choose one of {', '.join(map(repr, known))}.")
+
+
+def _units(units: Any) -> UnitChoice:
+    if units is None:
+        return None
+    if isinstance(units, type):
+        units = (units,)
+    if isinstance(units, list | tuple | set | frozenset):
+        bad = [u for u in units if not (isinstance(u, type) and issubclass(u, nn.Module))]
+        if bad or not units:
+            raise OptionError(
+                f"units contains {bad[0]!r}, which is not a module class" if bad else "units is empty",
+                "Give module classes, a function of a module that returns a bool, or None to find units.",
+            )
+        return tuple(units)
+    if callable(units):
+        return units  # type: ignore[no-any-return]
+    raise OptionError(f"units is {units!r}", "Give module classes, a function of a module, or None.")
+
+
+def _ignore(ignore: Any) -> tuple[Any, ...]:
+    entries = (ignore,) if isinstance(ignore, str | nn.Module | nn.Parameter) else tuple(ignore)
+    for entry in entries:
+        if not isinstance(entry, str | nn.Module | nn.Parameter):
+            raise OptionError(f"ignore contains {entry!r}", "Give modules, parameters or names.")
+    return entries

@@ -1,0 +1,158 @@
+"""What a sharded model will hold and send: pure, frozen, printable.
+
+    print(fs.plan(model, strategy="zero3", ranks=8))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.layout import Layout, align_elements, lay_out
+from fullshard.options import Options
+from fullshard.precision import LaneDtypes, lane_dtypes
+from fullshard.units import Member, Unit, find_units
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """One lane: its layout, its dtypes, whether it trains."""
+
+    layout: Layout
+    dtypes: LaneDtypes
+    trainable: bool
+
+    @property
+    def full_bytes(self) -> int:
+        return self.layout.total * self.dtypes.compute.itemsize
+
+    def rest_bytes(self, whole: bool) -> int:
+        return (self.layout.total if whole else self.layout.interval) * self.dtypes.rest.itemsize
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    name: str
+    lanes: tuple[LanePlan, ...]
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(lane.full_bytes for lane in self.lanes)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(lane.layout.num_elements for lane in self.lanes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole model. All byte counts are for one rank."""
+
+    strategy: str
+    ranks: int
+    units: tuple[UnitPlan, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(unit.num_elements for unit in self.units)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Parameters at rest."""
+        return sum(lane.rest_bytes(self._whole) for unit in self.units for lane in unit.lanes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients at rest; frozen lanes have none."""
+        lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
+        return sum(lane.rest_bytes(self._whole) for lane in lanes)
+
+    @property
+    def full_bytes_at_peak(self) -> int:
+        """Full values held at once: the root and, with zero3, the two largest neighbours."""
+        root, rest = self.units[0].full_bytes, [unit.full_bytes for unit in self.units[1:]]
+        if self.strategy not in ("zero3", "hybrid"):
+            return root + sum(rest)
+        pairs = [a + b for a, b in zip(rest, rest[1:], strict=False)]
+        return root + max(pairs or rest or [0])
+
+    @property
+    def wire_bytes_per_step(self) -> int:
+        """Sent by one rank in one step of one micro-batch: gathers (two with zero3) and gradients."""
+        share = (self.ranks - 1) / self.ranks
+        gathers = {"replicate": 0, "zero3": 2, "hybrid": 2}.get(self.strategy, 1)
+        total = 0.0
+        for unit in self.units:
+            for lane in unit.lanes:
+                times = min(gathers, 1) if unit is self.units[0] else gathers
+                total += share * lane.full_bytes * times
+                if lane.trainable:
+                    total += share * lane.layout.total * lane.dtypes.wire.itemsize
+                    if self._whole:
+                        total += share * lane.layout.total * lane.dtypes.rest.itemsize
+        return round(total)
+
+    @property
+    def _whole(self) -> bool:
+        return self.strategy == "replicate"
+
+    def __str__(self) -> str:
+        rows = [("unit", "lane", "elements", "at rest", "full", "padding")]
+        for unit in self.units:
+            for lane in unit.lanes:
+                kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
+                padding = lane.layout.total - lane.layout.num_elements
+                rows.append((unit.name or "(root)", kind, f"{lane.layout.num_elements:,}",
+                             size(lane.rest_bytes(self._whole)), size(lane.full_bytes), f"{padding:,}"))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+                 for r in rows]  # fmt: skip
+        lines.insert(1, "-" * len(lines[0]))
+        return "\n".join(
+            [
+                f"{self.num_elements:,} parameters, strategy {self.strategy!r} over {self.ranks} ranks; per rank:",
+                *lines,
+                f"at rest: parameters {size(self.parameter_bytes)}, gradients {size(self.gradient_bytes)}, "
+                f"Adam state {size(2 * self.gradient_bytes)}",
+                f"at the peak, full values: {size(self.full_bytes_at_peak)}",
+                f"sent per step: {size(self.wire_bytes_per_step)}",
+            ]
+        )
+
+
+def size(num_bytes: float) -> str:
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or suffix == "GiB":
+            return f"{num_bytes:.0f} {suffix}" if suffix == "B" else f"{num_bytes:.1f} {suffix}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, list[Member]]]:
+    """A unit's members by dtype and trainability, each lane laid out."""
+    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    for member in unit.members:
+        groups.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
+    lanes = []
+    for (dtype, trainable), members in groups.items():
+        dtypes = lane_dtypes(dtype, trainable, options.precision)
+        shapes = [(m.name, m.shape, m.order) for m in members]
+        layout = lay_out(shapes, ranks, align_elements(dtypes.narrowest_bytes))
+        lanes.append((LanePlan(layout, dtypes, trainable), members))
+    return lanes
+
+
+def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
+    return plan_of(find_units(model, options), ranks, options)
+
+
+def plan_of(units: Iterable[Unit], ranks: int, options: Options) -> Plan:
+    plans = (UnitPlan(u.name, tuple(lane for lane, _ in lanes_of(u, ranks, options))) for u in units)
+    return Plan(options.strategy, ranks, tuple(plans))

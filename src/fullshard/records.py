@@ -1,0 +1,550 @@
+"""Each rank's operation record, kept outside Python's reach.
+
+Every rank writes what it does into a small mapped file; ranks of one host read each other's. The kernel keeps
+the file when the process is stopped, killed or stuck in C, so the others can always say where it was.
+
+    begin        this rank issued the operation (several may be in flight on a channel: prefetch)
+    wait_begin   this rank is blocked until the operation is done
+    wait_end     it goes on
+    end          the operation is known to be complete on this rank
+
+File, in native 8-byte words:
+
+    header    magic, host, pid, start time, rank, ranks, left
+    events    a sequence number, then the last 16 events: what this rank did last and when
+    channels  32 names; for each a mask of its member ranks and a ring of its last 64 operations
+    labels    texts of (channel, phase, unit), only ever appended; an operation points at its text
+
+One thread at a time writes. No lock: collectives issued by two threads at once have no order to record.
+Nothing here raises about another rank's file: what cannot be read is "not known" (None).
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+SETTLED_S = 2.0  # a mutual wait is reported only after both sides have stood still this long
+RING = 64  # operations remembered per channel; a power of two
+MAX_CHANNELS = 32
+
+_MAGIC = b"FSREC-01"
+_HEADER = struct.Struct("=8sQqqqqq")
+_LEFT_WORD = 6
+_SEQUENCE_OFFSET = 64
+# Sixteen events, not one behind a lock: the event a reader copies is not overwritten before 15 more are
+# published, so a reader never starves, and a writer that is killed half-way leaves the previous one whole.
+_EVENTS = 16
+_EVENT = struct.Struct("=qqq24sqqq")  # sequence, waiting, number, label, step, time_ns, sequence
+_NAMES_OFFSET = _SEQUENCE_OFFSET + 8 + _EVENTS * _EVENT.size
+_NAME_SIZE = 32
+_CHANNELS_OFFSET = _NAMES_OFFSET + MAX_CHANNELS * _NAME_SIZE
+_WORD = struct.Struct("=q")
+_LABEL = struct.Struct("=qqQ")  # channel index, offset of the text, hash of the text
+_ENTRY = struct.Struct("=q24sqqq")  # number, label, step, ended, number
+_ENDED_WORD = 5  # of an entry
+_LABELS_SIZE = 256 * 1024  # about 5000 labels; a later label keeps its hash, so it is still compared
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, or was last. `number` 0: it has not begun any operation."""
+
+    rank: int
+    number: int
+    channel: str
+    phase: str
+    unit: str
+    step: int
+    waiting: bool
+    since_s: float
+    alive: bool
+    left: bool = False  # it closed its record: it takes part in no more operations
+
+    @property
+    def operation(self) -> str:
+        unit = f"unit '{self.unit}'" if self.unit else "the root unit"
+        return f"{self.channel} of {unit} ({self.phase}, step {self.step}, operation {self.number})"
+
+    def __str__(self) -> str:
+        last = f"last was {self.operation}" if self.number else "it had not begun any operation"
+        if not self.alive:
+            return f"rank {self.rank}: process has exited; {last}"
+        if self.left:
+            return f"rank {self.rank}: has left the run {self.since_s:.1f} s ago; {last}"
+        if self.waiting:
+            return f"rank {self.rank}: waiting in {self.operation} for {self.since_s:.1f} s"
+        return f"rank {self.rank}: outside any operation for {self.since_s:.1f} s; {last}"
+
+
+class _Entry(
+    NamedTuple
+):  # one operation in a ring; a tuple, for a frozen dataclass takes thrice as long to make
+    number: int
+    label: bytes
+    step: int
+    ended: bool
+
+
+@dataclass
+class _Channel:  # this rank's side of a channel
+    index: int
+    ring_offset: int
+    others: set[int]  # the other ranks that take part
+    number: int = 0
+    recent: list[tuple[bytes, int]] = field(default_factory=lambda: [(b"", 0)] * RING)
+
+
+def _path(directory: str, rank: int) -> str:
+    return os.path.join(directory, f"rank-{rank}.record")
+
+
+def _mask_size(ranks: int) -> int:
+    return (ranks + 63) // 64 * 8
+
+
+def _channel_offset(index: int, ranks: int) -> int:
+    return _CHANNELS_OFFSET + index * (_mask_size(ranks) + RING * _ENTRY.size)
+
+
+def _labels_offset(ranks: int) -> int:
+    return _channel_offset(MAX_CHANNELS, ranks)
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@cache
+def _host() -> int:
+    """This boot of this host and its pids: anywhere else neither pids nor the clock can be compared."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return _hash(file.read() + os.readlink("/proc/self/ns/pid").encode())
+    except OSError:
+        return _hash(os.uname().nodename.encode())
+
+
+def _start_time(pid: int) -> int | None:
+    """When the process began, in clock ticks; None: it is gone or a zombie; 0: this system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()  # the name may hold spaces and brackets
+        return None if after_name[0] in (b"Z", b"X") else int(after_name[19])
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return 0
+
+
+class _Peer:
+    """Reads one rank's file. By pread, not by mapping: reading a mapped file that was cut short kills."""
+
+    def __init__(self, file: int, rank: int, ranks: int) -> None:
+        self._file, self._rank, self._ranks = file, rank, ranks
+        self.inode = os.fstat(file).st_ino
+        self._channels: dict[str, tuple[int, int]] = {}  # name: ring offset, mask of members
+        self._texts: dict[bytes, tuple[str, str, str]] = {}
+
+    @classmethod
+    def open(cls, directory: str, rank: int, ranks: int) -> _Peer | None:
+        try:
+            return cls(os.open(_path(directory, rank), os.O_RDONLY | os.O_CLOEXEC), rank, ranks)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _read(self, offset: int, size: int) -> bytes | None:
+        try:
+            data = os.pread(self._file, size, offset)
+        except (OSError, ValueError, OverflowError):
+            return None
+        return data if len(data) == size else None
+
+    def place(self) -> Place | None:
+        for _ in range(100):
+            data, again = self._read(0, _NAMES_OFFSET), self._read(_SEQUENCE_OFFSET, 8)
+            if data is None or again is None:
+                return None
+            magic, host, pid, start, rank, ranks, left_ns = _HEADER.unpack_from(data)
+            if (magic, host, rank, ranks) != (_MAGIC, _host(), self._rank, self._ranks):
+                return None
+            (sequence,), (now,) = _WORD.unpack_from(data, _SEQUENCE_OFFSET), _WORD.unpack(again)
+            slot = _SEQUENCE_OFFSET + 8 + (sequence & (_EVENTS - 1)) * _EVENT.size
+            first, waiting, number, label, step, time_ns, last = _EVENT.unpack_from(data, slot)
+            if first == last == sequence and now - sequence < _EVENTS - 1:
+                break
+        else:
+            return None
+        try:
+            alive = pid > 0 and _start_time(pid) == start
+        except (OSError, OverflowError):
+            alive = True  # could not look, for instance no file descriptor left: do not cry wolf
+        channel, phase, unit = self._text(label) if number else ("", "", "")
+        since_s = max(0, time.monotonic_ns() - (left_ns or time_ns)) / 1e9
+        return Place(
+            rank,
+            number,
+            channel,
+            phase,
+            unit,
+            step,
+            bool(waiting and not left_ns),
+            since_s,
+            alive,
+            left_ns != 0,
+        )
+
+    def place_in(self, entry: _Entry) -> Place | None:
+        """The rank's place, told for one of its operations."""
+        now, (channel, phase, unit) = self.place(), self._text(entry.label)
+        if now is None or (now.channel, now.number) == (channel, entry.number):
+            return now
+        there = replace(now, channel=channel, phase=phase, unit=unit, waiting=False)
+        return replace(there, number=entry.number, step=entry.step)
+
+    def agrees(self, channel: str, number: int, label_hash: bytes) -> bool:
+        """Whether the rank began this very operation: the short way, one read. No says nothing."""
+        found = self._channels.get(channel)
+        data = self._read(found[0] + (number & (RING - 1)) * _ENTRY.size, _ENTRY.size) if found else None
+        if data is None:
+            return False
+        first, label, _, _, last = _ENTRY.unpack(data)
+        return bool(first == last == number and label[16:] == label_hash)
+
+    def entry(self, channel: str, number: int) -> _Entry | None:
+        """What the ring holds where `number` belongs: an older number says that it has not begun, a newer
+        one that it has. None: not known."""
+        found = self._channel(channel)
+        if found is None:
+            return _Entry(0, b"", 0, False)
+        for _ in range(100):
+            data = self._read(offset := found[0] + (number & (RING - 1)) * _ENTRY.size, _ENTRY.size)
+            if data is None:
+                return None
+            first, label, step, ended, last = _ENTRY.unpack(data)
+            if first == last and data == self._read(offset, _ENTRY.size):  # twice the same: not torn
+                return _Entry(first, label, step, bool(ended))
+        return None
+
+    def has_member(self, channel: str, rank: int) -> bool:
+        found = self._channel(channel)
+        return found is not None and bool(found[1] >> rank & 1)
+
+    def _channel(self, channel: str) -> tuple[int, int] | None:
+        if (found := self._channels.get(channel)) is None:
+            names, mask_size = self._names(), _mask_size(self._ranks)
+            if channel in names:
+                offset = _channel_offset(names.index(channel), self._ranks)
+                mask = int.from_bytes(self._read(offset, mask_size) or b"", "little")
+                self._channels[channel] = found = offset + mask_size, mask
+        return found
+
+    def _names(self) -> list[str]:
+        data = self._read(_NAMES_OFFSET, MAX_CHANNELS * _NAME_SIZE) or b""
+        names = (data[start : start + _NAME_SIZE] for start in range(0, len(data), _NAME_SIZE))
+        return [name.rstrip(b"\0").decode(errors="replace") for name in names]
+
+    def _text(self, label: bytes) -> tuple[str, str, str]:
+        if label not in self._texts:
+            index, offset, expected = _LABEL.unpack(label)
+            start = _labels_offset(self._ranks) + offset
+            size = self._read(start, 2) if offset > 0 else None
+            text = self._read(start + 2, int.from_bytes(size, sys.byteorder)) if size else None
+            parts = text.decode(errors="replace").split("\0", 2) if text and _hash(text) == expected else []
+            if len(parts) != 3:  # no room in the table, or garbage: the channel is still worth telling
+                names = self._names()
+                return names[index] if 0 <= index < len(names) else "?", "?", "?"
+            self._texts[label] = parts[0], parts[1], parts[2]
+        return self._texts[label]
+
+
+class Records:
+    """This rank's record and a view of the others'. Ranks of one run on one host share the `directory`."""
+
+    def __init__(self, directory: str, rank: int, ranks: int) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks} ranks")
+        self.rank, self.ranks, self._directory = rank, ranks, directory
+        self._path, self._pid = _path(directory, rank), os.getpid()
+        self._channels: dict[str, _Channel] = {}
+        self._labels: dict[tuple[str, str, str], tuple[_Channel, bytes]] = {}
+        self._sequence, self._waiting, self._closed = 0, False, False
+        self._created_ns = time.monotonic_ns()
+        self._map = self._create()
+        self._words = memoryview(self._map).cast("q")
+        self._labels_end = _labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
+        self._peers: dict[int, _Peer] = {}  # those whose files are open
+        self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
+        self._met = False
+        atexit.register(self.close)
+
+    def _create(self) -> mmap.mmap:
+        size_bytes = _labels_offset(self.ranks) + _LABELS_SIZE
+        new = f"{self._path}.{self._pid}"
+        started = _start_time(self._pid) or 0
+        header = _HEADER.pack(_MAGIC, _host(), self._pid, started, self.rank, self.ranks, 0)
+        event = _EVENT.pack(0, 0, 0, bytes(24), 0, self._created_ns, 0)
+        with open(new, "w+b") as file:
+            # Zeros, not a hole in the file: a full disk is an error here, not a SIGBUS in the hot path.
+            file.write((header.ljust(_SEQUENCE_OFFSET + 8, b"\0") + event).ljust(size_bytes, b"\0"))
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), size_bytes)
+            self._inode = os.fstat(file.fileno()).st_ino
+        os.replace(new, self._path)  # peers see a whole file or none; a stale one of an earlier run goes
+        return mapped
+
+    def declare(self, channel: str, members: Iterable[int]) -> None:
+        """Only `members` take part in this channel of this rank (default: all). Before its first use."""
+        if channel in self._channels:
+            raise ValueError(f"channel '{channel}' was already used or declared")
+        self._add_channel(channel, sorted({self.rank, *members}))
+
+    def begin(self, channel: str, phase: str, unit: str, step: int) -> int:
+        """Record that this rank issues an operation; its running number on the channel, from 1."""
+        try:
+            state, label = self._labels[channel, phase, unit]
+        except KeyError:
+            state, label = self._add_label(channel, phase, unit)
+        state.number = number = state.number + 1
+        slot = number & (RING - 1)
+        state.recent[slot] = (label, step)
+        _ENTRY.pack_into(self._map, state.ring_offset + slot * _ENTRY.size, number, label, step, 0, number)
+        if not self._waiting:  # a begin from another thread must not hide that this rank is blocked
+            self._event(0, number, label, step)
+        return number
+
+    def end(self, channel: str, number: int) -> None:
+        """Record that the operation is complete here. Not after a failed wait, nor for one only queued on
+        a stream: to the others, a rank that ended an operation and then exits has done its part in it."""
+        state = self._channels[channel]
+        if not 0 < number <= state.number:
+            raise ValueError(f"operation {number} of '{channel}' has not begun on rank {self.rank}")
+        if number > state.number - RING:
+            slot = number & (RING - 1)
+            self._words[(state.ring_offset + slot * _ENTRY.size) // 8 + _ENDED_WORD] = 1
+            if not self._waiting:
+                label, step = state.recent[slot]
+                self._event(0, number, label, step)
+
+    def wait_begin(self, channel: str, number: int) -> None:
+        """Record that this rank is blocked until operation `number` of `channel` is done."""
+        state = self._channels[channel]
+        if state.number - RING < number <= state.number:
+            label, step = state.recent[number & (RING - 1)]
+        else:
+            label, step = _LABEL.pack(state.index, 0, 0), -1
+        self._waiting = True
+        self._waits_for = (number, label, step)
+        self._event(1, number, label, step)
+
+    def wait_end(self) -> None:
+        """Record that this rank goes on."""
+        if self._waiting:
+            self._waiting = False
+            self._event(0, *self._waits_for)
+            if not self._met:
+                # The first operation is over, so its members have all made their files: open them now. A
+                # rank that leaves removes its file, and one never opened would look as if on another host.
+                self._met = True
+                self.places()
+
+    def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
+        self._sequence = sequence = self._sequence + 1
+        _EVENT.pack_into(
+            self._map,
+            _SEQUENCE_OFFSET + 8 + (sequence & (_EVENTS - 1)) * _EVENT.size,
+            sequence, waiting, number, label, step, time.monotonic_ns(), sequence,
+        )  # fmt: skip
+        # One aligned 8-byte store; pack_into would first fill with zeros and show them to readers.
+        self._words[_SEQUENCE_OFFSET // 8] = sequence
+
+    def _add_channel(self, channel: str, members: Sequence[int]) -> _Channel:
+        index, name = len(self._channels), channel.encode().ljust(_NAME_SIZE, b"\0")
+        if index == MAX_CHANNELS or len(name) > _NAME_SIZE or not channel:
+            limits = f"at most {MAX_CHANNELS}, with names of 1 to {_NAME_SIZE} bytes"
+            raise ValueError(f"cannot add channel '{channel}': {limits}")
+        offset, mask_size = _channel_offset(index, self.ranks), _mask_size(self.ranks)
+        mask = sum(1 << member for member in members)
+        self._map[offset : offset + mask_size] = mask.to_bytes(mask_size, "little")
+        start = _NAMES_OFFSET + index * _NAME_SIZE
+        self._map[start : start + _NAME_SIZE] = name  # last: a channel without a name does not exist
+        others = set(members) - {self.rank}
+        self._channels[channel] = state = _Channel(index, offset + mask_size, others)
+        return state
+
+    def _add_label(self, channel: str, phase: str, unit: str) -> tuple[_Channel, bytes]:
+        state = self._channels.get(channel) or self._add_channel(channel, range(self.ranks))
+        text = "\0".join((channel, phase, unit)).encode("utf-8", "backslashreplace")
+        start, stop = self._labels_end, self._labels_end + 2 + len(text)
+        room = len(text) < 65536 and stop <= len(self._map)
+        if room:
+            self._map[start:stop] = struct.pack("=H", len(text)) + text
+            self._labels_end = stop
+        label = _LABEL.pack(state.index, start - _labels_offset(self.ranks) if room else 0, _hash(text))
+        self._labels[channel, phase, unit] = state, label
+        return state, label
+
+    def places(self) -> list[Place | None]:
+        """Where every rank is; None for one on another host, not started, or with an unreadable file."""
+        return [self._place(rank) for rank in range(self.ranks)]
+
+    def _place(self, rank: int) -> Place | None:
+        peer = self._peers.get(rank)
+        place = peer.place() if peer else None
+        if self._closed or (place and place.alive and not place.left):
+            return place
+        # Absent or gone: look again by name, the rank may have (re)started since.
+        found = _Peer.open(self._directory, rank, self.ranks)
+        if found is None:
+            return place
+        new = found.place()
+        age_s = (time.monotonic_ns() - self._created_ns) / 1e9
+        # Dead before this rank began: it cannot be told from the file of an earlier run.
+        stale = new and (new.left or not new.alive) and new.since_s > age_s
+        if new is None or (stale if peer is None else peer.inode == found.inode):
+            found.close()
+            return place
+        if peer:
+            peer.close()
+        self._peers[rank] = found
+        return new
+
+    def disagreement(self, channel: str) -> list[Place]:
+        """Every peer that began another operation than this rank under the same number of this channel.
+
+        Compares all operations not compared before (not the newest alone: with prefetch a peer may not have
+        begun the newest yet); a place returned is the peer's place in the operation that differs.
+        """
+        state = self._channels.get(channel)
+        return self._differences(channel, state.number) if state else []
+
+    def _differences(self, channel: str, newest: int) -> list[Place]:
+        state, found = self._channels[channel], []
+        # Once all have met, only files already open: this runs with every operation, and most ranks of a
+        # large run are on other hosts.
+        for rank in list(self._peers) if self._met else range(self.ranks):
+            if rank not in state.others or not (rank in self._peers or self._place(rank)):
+                continue
+            peer = self._peers[rank]
+            number = max(self._agreed.get((channel, rank), 0), state.number - RING)
+            while number < newest:
+                # Equal texts have equal hashes; offsets and channel indices are each process's own.
+                mine = state.recent[(number + 1) & (RING - 1)][0][16:]
+                if not peer.agrees(channel, number + 1, mine):
+                    theirs = peer.entry(channel, number + 1)
+                    if theirs is None or theirs.number <= number:
+                        break  # not begun, or not known
+                    if theirs.number == number + 1 and theirs.label[16:] != mine:
+                        if place := peer.place_in(theirs):
+                            found.append(place)
+                        break
+                number += 1
+            self._agreed[channel, rank] = number
+        return sorted(found, key=lambda place: place.rank)
+
+    def verdict(self, channel: str, number: int) -> str | None:
+        """Why waiting on in operation `number` of `channel` is hopeless, or None while it may still end."""
+        if channel not in self._channels:
+            return None
+        for theirs in self._differences(channel, number):
+            mine = self._own(channel, theirs.number)
+            return (
+                f"rank {theirs.rank} began {theirs.operation} where rank {self.rank} began "
+                f"{mine.operation if mine else 'another operation'}"
+            )
+        for rank in sorted(self._channels[channel].others):
+            if reason := self._missing(rank, channel, number):
+                return reason
+        return self._mutual_wait(channel, number)
+
+    def _own(self, channel: str, number: int) -> Place | None:
+        self._place(self.rank)
+        own = self._peers.get(self.rank)
+        entry = own.entry(channel, number) if own else None
+        return own.place_in(entry) if own and entry and entry.number == number else None
+
+    def _missing(self, rank: int, channel: str, number: int) -> str | None:
+        place, peer = self._place(rank), self._peers.get(rank)
+        if place is None or peer is None or (place.alive and not place.left):
+            return None
+        entry = peer.entry(channel, number)
+        begun = entry is not None and entry.number >= number
+        if entry is not None and begun and (entry.number > number or entry.ended):
+            return None  # it had done its part: rank 1 may leave while others still pass its data on
+        if begun and place.left and place.since_s < SETTLED_S:
+            return None  # it left in good order with the operation in flight: that may still arrive
+        return str(place)
+
+    def _mutual_wait(self, channel: str, number: int) -> str | None:
+        """A circle of ranks, each waiting in an operation that the next, itself waiting, has not begun.
+
+        Definite: an edge is looked up after all places were read, and a rank whose edge still stands has not
+        left its wait. Ranks that compute are no part of any circle, however slow they are.
+        """
+        stuck = {
+            place.rank: place
+            for place in self.places()
+            if place and place.waiting and place.alive and place.since_s >= SETTLED_S
+        }
+        me = stuck.get(self.rank)
+        if me is None or (me.channel, me.number) != (channel, number):
+            return None
+        circle = self._circle([self.rank], stuck, set())
+        sentences = (
+            f"rank {rank} waits in {stuck[rank].operation}, which rank {after} has not begun"
+            for rank, after in zip(circle, circle[1:] + circle[:1], strict=True)
+        )
+        return "; ".join(sentences) + ": none of them can go on" if circle else None
+
+    def _circle(self, path: list[int], stuck: dict[int, Place], seen: set[int]) -> list[int]:
+        seen.add(path[-1])
+        for rank in self._not_begun_by(stuck[path[-1]], stuck):
+            if rank in path:
+                return path[path.index(rank) :]
+            if rank not in seen and (circle := self._circle([*path, rank], stuck, seen)):
+                return circle
+        return []
+
+    def _not_begun_by(self, place: Place, stuck: dict[int, Place]) -> list[int]:
+        waiting, missing = self._peers.get(place.rank), []
+        for rank in stuck:
+            peer = self._peers.get(rank)
+            if rank != place.rank and peer and waiting and waiting.has_member(place.channel, rank):
+                entry = peer.entry(place.channel, place.number)
+                if entry is not None and entry.number < place.number:
+                    missing.append(rank)
+        return missing
+
+    def close(self) -> None:
+        """Leave: mark the record for those who have it open, and remove the file. May be called twice."""
+        if self._closed or os.getpid() != self._pid:  # a forked child must not remove its parent's file
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._words[_LEFT_WORD] = time.monotonic_ns()
+        self._words.release()
+        self._map.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        try:
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+        except OSError:
+            pass  # the caller removed the directory first

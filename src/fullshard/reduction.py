@@ -1,0 +1,362 @@
+"""Gradients on their way from full to shard: pack, exchange, sum, and `p.grad`.
+
+One Reduction serves one model. In a backward it
+    begin   looks once at every `p.grad`: fresh, to be added to, or set by somebody else
+    done    packs a finished unit's gradients and sends them, in the agreed order
+    finish  waits, agrees on which parameters anybody used, and hands out `p.grad`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.collectives import Comm, Operation
+from fullshard.errors import GradientError, StateError
+from fullshard.layout import Piece
+from fullshard.options import Options
+from fullshard.shards import Lane, LaneGradients, piece_view
+
+_IN_FLIGHT = 2
+
+
+class Outgoing:
+    """A lane's send buffer: memory only while gradients travel, views that stay."""
+
+    def __init__(self, lane: Lane, dtype: torch.dtype) -> None:
+        self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
+        self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
+        self._storage = self.flat.untyped_storage()
+        self._size_bytes = self._storage.nbytes()
+        self.close()
+
+    def open(self) -> None:
+        self._storage.resize_(self._size_bytes)
+
+    def close(self) -> None:
+        self._storage.resize_(0)
+
+
+@dataclass
+class LaneReduction:
+    """What one lane needs to reduce: buffers, what piled up, who was used since the last sum."""
+
+    lane: Lane
+    outgoing: Outgoing | None = None
+    pile: Outgoing | None = None
+    shard_pile: torch.Tensor | None = None
+    used: list[bool] | None = None
+
+    def note(self, used: Sequence[bool]) -> None:
+        self.used = list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+
+
+@dataclass
+class Travel:
+    """One exchange in flight."""
+
+    reduction: LaneReduction
+    received: torch.Tensor
+    operation: Operation | None
+
+
+class Reduction:
+    def __init__(self, lanes_by_unit: Sequence[Sequence[Lane]], comm: Comm, options: Options) -> None:
+        self._units = [[LaneReduction(lane) for lane in lanes] for lanes in lanes_by_unit]
+        self._comm, self._options = comm, options
+        self._travels: list[Travel] = []
+        self._line: list[int] = []
+        self._at = 0
+        self._waiting: set[int] = set()
+        self._sent: set[int] = set()
+        self.postponing = False  # inside fs.accumulate
+        self.absent = False  # this rank has run out of data: it sends zeros
+        self.active_ranks = comm.all_ranks
+        self.piled = False
+
+    # ---- begin
+
+    def begin(self, line: Sequence[int]) -> None:
+        self._line = [unit for unit in line if self._lanes(unit)]
+        self._at = 0
+        self._waiting.clear()
+        self._sent.clear()
+        for unit in self._line:
+            for reduction in self._lanes(unit):
+                _look_at(reduction.lane)
+
+    def _lanes(self, unit: int) -> list[LaneReduction]:
+        return [r for r in self._units[unit] if any(r.lane.trainable)]
+
+    # ---- done
+
+    def done(self, unit: int, called: Sequence[bool]) -> None:
+        """A unit has all the gradients of this backward; units nobody called here wait for nothing."""
+        if not self._lanes(unit):
+            return
+        if unit in self._sent:
+            self._send(unit)  # called again in the same backward: one reduce more
+            return
+        self._waiting.add(unit)
+        while self._at < len(self._line):
+            head = self._line[self._at]
+            if head not in self._waiting and called[head]:
+                return
+            self._at += 1
+            self._send(head)
+
+    def flush(self) -> None:
+        """The backward is over: whatever has not been sent goes now, in order."""
+        for unit in self._line[self._at :]:
+            self._send(unit)
+        self._at = len(self._line)
+        for unit in sorted(self._sent):
+            if any(g.grad is not None for r in self._lanes(unit) for g in r.lane.computing):
+                self._send(unit)
+
+    def _send(self, unit: int) -> None:
+        self._sent.add(unit)
+        self._waiting.discard(unit)
+        for reduction in self._lanes(unit):
+            gradients = [c.grad for c in reduction.lane.computing]
+            for computing in reduction.lane.computing:
+                computing.grad = None
+            if self.absent:
+                gradients = [None] * len(gradients)
+            reduction.note([g is not None for g in gradients])
+            try:
+                travelling = self._pack(reduction, gradients)
+            except (RuntimeError, NotImplementedError) as error:
+                raise _unpackable(reduction.lane, gradients, error) from error
+            if travelling is not None:
+                self._exchange(reduction, travelling)
+
+    def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        lane = reduction.lane
+        if self.postponing and self._options.piles_up:
+            self._pile_up(reduction, gradients)
+            return None
+        if reduction.pile is not None and self.piled:
+            self._pile_up(reduction, gradients)
+            pile = reduction.pile
+            if lane.dtypes.wire == pile.flat.dtype:
+                return pile.flat
+            outgoing = self._outgoing(reduction)
+            outgoing.flat.copy_(pile.flat)
+            pile.close()
+            return outgoing.flat
+        outgoing = self._outgoing(reduction)
+        _copy_into(outgoing, gradients)
+        return outgoing.flat
+
+    def _outgoing(self, reduction: LaneReduction) -> Outgoing:
+        if reduction.outgoing is None:
+            reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.wire)
+        else:
+            self._land(lambda travel: travel.reduction is reduction)
+        reduction.outgoing.open()
+        return reduction.outgoing
+
+    def _pile_up(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> None:
+        if reduction.pile is None:
+            reduction.pile = Outgoing(reduction.lane, reduction.lane.dtypes.sum)
+        pile = reduction.pile
+        if not pile.flat.untyped_storage().nbytes():
+            pile.open()
+            pile.flat.zero_()
+        weight = self._comm.all_ranks / self.active_ranks if self.active_ranks else 1.0
+        there = [(v, g) for v, g in zip(pile.views, gradients, strict=True) if g is not None]
+        if there:
+            views, values = zip(*there, strict=True)
+            torch._foreach_add_(list(views), [v.to(pile.flat.dtype) for v in values], alpha=weight)
+
+    def _exchange(self, reduction: LaneReduction, sent: torch.Tensor) -> None:
+        if self._comm.ranks == 1:
+            self._travels.append(Travel(reduction, sent, None))
+        else:
+            received = torch.empty_like(sent)
+            operation = self._comm.exchange(received, sent, reduction.lane.unit)
+            self._travels.append(Travel(reduction, received, operation))
+        while len(self._travels) > _IN_FLIGHT:
+            self._arrive(self._travels.pop(0))
+
+    def _land(self, which: object = None) -> None:
+        """Bring home the travels that `which` picks, all by default."""
+        staying = []
+        for travel in self._travels:
+            if callable(which) and not which(travel):
+                staying.append(travel)
+            else:
+                self._arrive(travel)
+        self._travels = staying
+
+    def _arrive(self, travel: Travel) -> None:
+        if travel.operation is not None:
+            travel.operation.wait()
+        reduction, lane = travel.reduction, travel.reduction.lane
+        rows = travel.received.view(self._comm.ranks, -1)
+        total = torch.sum(rows, 0, dtype=lane.dtypes.sum)
+        for buffer in (reduction.outgoing, reduction.pile):
+            if buffer is not None:
+                buffer.close()
+        from_pile = self.piled and self._options.piles_up  # weighted when it was piled up
+        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
+        total.mul_(1.0 / divisor)
+        if self._comm.replicas > 1:
+            if reduction.shard_pile is not None:
+                total.add_(reduction.shard_pile)
+                reduction.shard_pile = None
+            if self.postponing:
+                reduction.shard_pile = total
+                return
+            self._comm.sum_replicas(total, lane.unit)
+        _add_to_shard(lane, total)
+
+    # ---- finish
+
+    def finish(self) -> None:
+        """Hand out `p.grad`, or postpone it to the last micro-batch."""
+        self._land()
+        postponed = self.postponing and (self._options.piles_up or self._comm.replicas > 1)
+        if postponed:
+            self.piled = True
+            return
+        self.piled = False
+        reductions = [r for unit in self._line for r in self._lanes(unit)]
+        used = self._agree_on_used(reductions)
+        if self._options.check_gradients:
+            self._check_finite(reductions)
+        listeners = []
+        for reduction, flags in zip(reductions, used, strict=True):
+            lane = reduction.lane
+            assert lane.gradients is not None
+            if lane.whole_at_rest:
+                self._comm.regather_gradients(lane.gradients.flat, lane.gradients.own, lane.unit)
+            for parameter, view, flag in zip(lane.parameters, lane.gradients.views, flags, strict=True):
+                if flag and parameter.requires_grad:
+                    parameter.grad = view
+                    if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
+                        listeners.append(parameter)
+            reduction.used = None
+        for parameter in listeners:
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                if not getattr(hook, "is_fullshard_guard", False):
+                    hook(parameter)
+
+    def _agree_on_used(self, reductions: Sequence[LaneReduction]) -> list[list[bool]]:
+        """Which parameters any rank used. Read back only by a rank that did not use them all itself."""
+        local = [r.used or [False] * len(r.lane.parameters) for r in reductions]
+        flat = [flag for flags in local for flag in flags]
+        if self._comm.all_ranks == 1 or not flat:
+            return local
+        flags = torch.tensor(flat, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
+        self._comm.max_everywhere(flags)
+        if all(flat):
+            return local
+        agreed = iter(flags.tolist())
+        return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
+
+    def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:
+        bad = []
+        for reduction in reductions:
+            gradients = reduction.lane.gradients
+            assert gradients is not None
+            for piece, view in zip(reduction.lane.layout.pieces, gradients.views, strict=True):
+                if not bool(torch.isfinite(view.part).all()):
+                    bad.append(f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of unit "
+                               f"{reduction.lane.unit!r}")
+        said = [line for lines in self._comm.tell_objects(bad[:4]) for line in lines]
+        if said:
+            raise GradientError(
+                f"gradients are not finite (step {self._comm.step}): {'; '.join(said)}",
+                "Look at the loss scale, the learning rate and this step's batch; p.grad was not set.",
+            )
+
+    def require_nothing_piled(self) -> None:
+        if self.piled:
+            raise StateError(
+                "optimizer.step() while gradients are still postponed by fs.accumulate",
+                "Run the last micro-batch's forward and backward outside `with fs.accumulate(model):`.",
+            )
+
+    def drop(self) -> None:
+        """Forget everything in flight, after a backward that failed."""
+        for travel in self._travels:
+            if travel.operation is not None:
+                travel.operation.wait()
+        self._travels.clear()
+        for lanes in self._units:
+            for reduction in lanes:
+                reduction.used = reduction.shard_pile = None
+                for buffer in (reduction.outgoing, reduction.pile):
+                    if buffer is not None:
+                        buffer.close()
+                for computing in reduction.lane.computing:
+                    computing.grad = None
+        self.piled = False
+
+
+def _look_at(lane: Lane) -> None:
+    """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
+    current = [p.grad for p in lane.parameters]
+    gradients = lane.gradients
+    if gradients is None or (not any(g is not None for g in current) and gradients.shared()):
+        # Somebody kept the last gradients: leave them to him and begin new ones.
+        gradients = lane.gradients = LaneGradients(lane)
+    gradients.live = any(g is not None for g in current)
+    if not gradients.live:
+        return
+    for parameter, piece, view, value in zip(
+        lane.parameters, lane.layout.pieces, gradients.views, current, strict=True
+    ):
+        if value is view:
+            continue
+        with torch.no_grad():
+            if value is None:
+                view.zero_()
+            elif value.shape == view.shape:
+                view.copy_(value)
+                parameter.grad = view
+            else:
+                raise _foreign(lane, piece, value)
+
+
+def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
+    return GradientError(
+        f"unit {lane.unit!r}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)} that is "
+        "not its shard's",
+        "Set p.grad to None before backward, or to a tensor of p's own shape.",
+    )
+
+
+def _copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> None:
+    if all(g is not None for g in gradients):
+        torch._foreach_copy_(outgoing.views, gradients)
+        return
+    there = [(v, g) for v, g in zip(outgoing.views, gradients, strict=True) if g is not None]
+    outgoing.flat.zero_()
+    if there:
+        views, values = zip(*there, strict=True)
+        torch._foreach_copy_(list(views), list(values))
+
+
+def _add_to_shard(lane: Lane, total: torch.Tensor) -> None:
+    gradients = lane.gradients
+    if gradients is None:
+        gradients = lane.gradients = LaneGradients(lane)
+    if gradients.live:
+        gradients.own.add_(total)
+    else:
+        gradients.own.copy_(total)
+        gradients.live = True
+
+
+def _unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:
+    for piece, gradient in zip(lane.layout.pieces, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            return GradientError(
+                f"unit {lane.unit!r}: the gradient of {piece.name!r} is sparse", "Use sparse=False, or ignore=."
+            )
+    return GradientError(f"unit {lane.unit!r}: its gradients could not be packed: {error}")

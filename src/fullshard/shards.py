@@ -1,0 +1,211 @@
+"""Makes the layout real: flat storage, full views, and what modules show when.
+
+A lane owns two flat buffers. `rest` is this rank's interval; the user's parameters are views of it.
+`full` has memory only while the unit is full; the compute parameters are permanent views of it, so
+a gather or a release touches one storage, whatever the number of parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.collectives import Comm, Operation
+from fullshard.errors import AtRestError
+from fullshard.gradients import GradShard
+from fullshard.layout import Layout, Piece, resting_shape
+from fullshard.precision import LaneDtypes
+
+
+def piece_view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A parameter's whole value in a lane's flat buffer, with its own shape and memory order."""
+    dense = flat[piece.start : piece.stop].view(piece.memory_shape)
+    if piece.order == tuple(range(len(piece.shape))):
+        return dense
+    return dense.permute([piece.order.index(d) for d in range(len(piece.shape))])
+
+
+def in_memory_order(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A whole value as the flat sequence that the layout counts in."""
+    return value.permute(piece.order).reshape(-1)
+
+
+class Lane:
+    """The parameters of one dtype and one trainability of a unit: one flat buffer each way."""
+
+    def __init__(
+        self,
+        unit: str,
+        layout: Layout,
+        dtypes: LaneDtypes,
+        parameters: Sequence[nn.Parameter],
+        comm: Comm,
+        whole_at_rest: bool,
+    ) -> None:
+        self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
+        self.parameters = list(parameters)
+        self.whole_at_rest = whole_at_rest
+        device = comm.device
+        self.rest = torch.zeros(layout.total if whole_at_rest else layout.interval, dtype=dtypes.rest, device=device)
+        # Replicated and not cast: the full value is the resting one, nothing to gather or release.
+        self.permanent = whole_at_rest and dtypes.rest == dtypes.compute
+        if self.permanent:
+            self.full = self.rest
+        else:
+            self.full = torch.empty(layout.total, dtype=dtypes.compute, device=device)
+        self.own = self.full.view(comm.ranks, -1)[comm.rank]
+        self._storage = self.full.untyped_storage()
+        self._full_bytes = self._storage.nbytes()
+        self.resting = [self._resting_view(piece) for piece in layout.pieces]
+        self.computing = [
+            nn.Parameter(piece_view(self.full.data, piece), requires_grad=p.requires_grad)
+            for piece, p in zip(layout.pieces, parameters, strict=True)
+        ]
+        if not self.permanent:
+            self._storage.resize_(0)
+        self.operation: Operation | None = None
+        self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
+        self.gradients: LaneGradients | None = None
+
+    def _resting_view(self, piece: Piece) -> torch.Tensor:
+        if self.whole_at_rest:
+            return piece_view(self.rest.data, piece)
+        start, stop = self.layout.in_shard(piece, self.comm.rank)
+        return self.rest.data[start:stop].view(resting_shape(piece.shape, stop - start))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.duplicate(memo)[id(self)]
+
+    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime: copies the whole engine once
+
+    # ---- hot path
+
+    def gather(self) -> None:
+        if self.permanent:
+            return
+        if not self._storage.nbytes():
+            self._storage.resize_(self._full_bytes)
+        if self.whole_at_rest or self.whole is not None:
+            self.full.copy_(self.rest if self.whole is None else self.whole)
+            return
+        self.own.copy_(self.rest)
+        self.operation = self.comm.gather(self.full, self.own, self.unit)
+
+    def wait(self) -> None:
+        if self.operation is not None:
+            self.operation.wait()
+            self.operation = None
+
+    def release(self) -> None:
+        if not self.permanent:
+            self._storage.resize_(0)
+
+    # ---- whole values, for fs.full
+
+    def open_whole(self) -> None:
+        """Every rank's interval at the resting dtype, shown in the user's parameters: a collective."""
+        if self.whole_at_rest:
+            return
+        whole = torch.empty(self.layout.total, dtype=self.dtypes.rest, device=self.rest.device)
+        own = whole.view(self.comm.ranks, -1)[self.comm.rank]
+        own.copy_(self.rest)
+        operation = self.comm.gather(whole, own, self.unit)
+        if operation is not None:
+            operation.wait()
+        self.whole = whole
+        for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
+            parameter.data = piece_view(whole, piece)
+
+    def close_whole(self, writeback: bool) -> None:
+        if self.whole is None:
+            return
+        if writeback:
+            self.rest.copy_(self.whole.view(self.comm.ranks, -1)[self.comm.rank])
+        self.whole = None
+        self.show_resting()
+
+    def show_resting(self) -> None:
+        for parameter, view in zip(self.parameters, self.resting, strict=True):
+            parameter.data = view
+
+    @property
+    def trainable(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+
+class LaneGradients:
+    """The gradient shard of a lane, and the permanent views that become `p.grad`."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.flat = torch.zeros(lane.rest.shape, dtype=lane.dtypes.rest, device=lane.rest.device)
+        ranks, rank = lane.comm.ranks, lane.comm.rank
+        self.own = self.flat.view(ranks, -1)[rank] if lane.whole_at_rest else self.flat
+        self.views = [self._view(piece) for piece in lane.layout.pieces]
+        self.live = False
+        self._storage = self.flat.untyped_storage()
+        self._held = self._count()
+        self._refs = max(map(sys.getrefcount, self.views), default=0)
+
+    def _view(self, piece: Piece) -> GradShard:
+        lane, rank = self.lane, self.lane.comm.rank
+        start, stop = lane.layout.in_shard(piece, rank)
+        part = self.own[start:stop]
+        if lane.whole_at_rest:
+            return GradShard.make(piece_view(self.flat, piece), lane.comm, part)
+        return GradShard.make(part.view(resting_shape(piece.shape, stop - start)), lane.comm)
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    def shared(self) -> bool:
+        """Somebody outside still holds these gradients (PCGrad and the like): they must stay as they are."""
+        held = max(map(sys.getrefcount, self.views), default=0)
+        return self._count() > self._held or held > self._refs
+
+
+class Slots:
+    """Every place that holds a unit's parameters, switched between at rest and full."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self._slots: list[tuple[Any, Any, nn.Parameter, nn.Parameter]] = []
+        self._forwards: list[tuple[dict[str, Any], Any, Any]] = []
+
+    def add(self, container: Any, key: Any, resting: nn.Parameter, computing: nn.Parameter) -> None:
+        self._slots.append((container, key, resting, computing))
+
+    def add_forward(self, module: nn.Module, stand_in: Any) -> None:
+        """A stand-in for `module.forward` while the unit is at rest."""
+        self._forwards.append((module.__dict__, stand_in, module.__dict__.get("forward")))
+        module.__dict__["forward"] = stand_in
+
+    def show_full(self) -> None:
+        for container, key, resting, computing in self._slots:
+            if container[key] is not resting:
+                self._undo_and_refuse(container, key)
+            container[key] = computing
+        for attributes, _, original in self._forwards:
+            if original is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = original
+
+    def show_resting(self) -> None:
+        for container, key, resting, _ in self._slots:
+            container[key] = resting
+        for attributes, stand_in, _ in self._forwards:
+            attributes["forward"] = stand_in
+
+    def _undo_and_refuse(self, container: Any, key: Any) -> None:
+        for other, name, resting, computing in self._slots:
+            if other[name] is computing:
+                other[name] = resting
+        raise AtRestError(
+            f"unit {self.unit!r}: somebody replaced its parameter {key!r} after sharding",
+            "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",
+        )

@@ -1,0 +1,176 @@
+"""`state_dict` values that know their whole shape, and `load_state_dict` of whole tensors.
+
+A bare piece under a whole name is how people lose weights. So outside `fs.full` a state dict holds
+StateShards: whole shape, this rank's elements, ready for torch.distributed.checkpoint, refused by
+`torch.save` with the remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fullshard.errors import ModelError, StateError, Unsupported
+from fullshard.layout import Box, Piece, boxes
+from fullshard.shards import Lane, in_memory_order
+
+_REMEDY = (
+    "Take the state dict inside `with fs.full(model):` for plain whole tensors, or hand it to "
+    "torch.distributed.checkpoint.save, which writes every rank's part."
+)
+
+
+class StateShard(torch.Tensor):
+    """A state dict value: the whole shape, this rank's elements [start, stop) in memory order."""
+
+    name: str
+    piece: Piece
+    local: torch.Tensor
+    start: int
+    stop: int
+
+    @staticmethod
+    def make(name: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
+        value: StateShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            StateShard, piece.shape, dtype=local.dtype, device=local.device
+        )
+        value.name, value.piece = name, piece
+        value.local, value.start, value.stop = local, start, stop
+        return value
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(a for a in args if isinstance(a, StateShard))
+        if func is torch.ops.aten.detach.default:
+            return StateShard.make(value.name, value.piece, value.local, value.start, value.stop)
+        if func is torch.ops.aten.clone.default:
+            return StateShard.make(value.name, value.piece, value.local.clone(), value.start, value.stop)
+        raise StateError(
+            f"state dict value {value.name!r} holds this rank's {value.stop - value.start} of "
+            f"{value.piece.num_elements} elements; {func} on it has no meaning",
+            _REMEDY,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"state dict value {self.name!r} holds this rank's {self.stop - self.start} of "
+            f"{self.piece.num_elements} elements and cannot be pickled or saved alone",
+            _REMEDY,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
+        return StateShard.make(self.name, self.piece, self.local.clone(), self.start, self.stop)
+
+    def __repr__(self, **_: Any) -> str:
+        return (
+            f"StateShard({self.name!r}, whole shape {self.piece.shape}, {self.dtype}, this rank's elements "
+            f"[{self.start}, {self.stop}))"
+        )
+
+    # ---- torch.distributed.checkpoint finds these by name
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets), index),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=properties, size=torch.Size(self.piece.shape)
+                ),
+            )
+            for index, box in enumerate(self._boxes())
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        at = self.start
+        for box in self._boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                flat = self.local.view(-1)[at - self.start : at - self.start + box.num_elements]
+                shape = tuple(box.sizes[d] for d in self.piece.order)
+                order = self.piece.order
+                return flat.view(shape).permute([order.index(d) for d in range(len(shape))])
+            at += box.num_elements
+        raise StateError(f"state dict value {self.name!r} has no part at {index.offset} on this rank")
+
+    def _boxes(self) -> list[Box]:
+        return boxes(self.piece, self.start, self.stop)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+class Places:
+    """One module's sharded parameters: attribute to (lane, index in the lane)."""
+
+    def __init__(self, places: dict[str, tuple[Lane, int]]) -> None:
+        self.places = places
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)({k: (copy.deepcopy(lane, memo), i) for k, (lane, i) in self.places.items()})
+
+
+class AfterStateDict(Places):
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for attribute, (lane, index) in self.places.items():
+            key = prefix + attribute
+            if key not in state or lane.whole is not None or lane.whole_at_rest:
+                continue
+            piece = lane.layout.pieces[index]
+            start, stop = lane.layout.kept(piece, lane.comm.rank)
+            state[key] = StateShard.make(key, piece, lane.parameters[index].detach(), start, stop)
+
+
+class BeforeLoad(Places):
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise Unsupported(
+                "load_state_dict(assign=True) would replace the sharded parameters",
+                "Use assign=False: values are copied into the shards.",
+            )
+        for attribute, (lane, index) in self.places.items():
+            key = prefix + attribute
+            if key in state and lane.whole is None:
+                state[key] = _to_rest(key, state[key], lane, index)
+
+
+def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None:
+    module.register_state_dict_post_hook(AfterStateDict(places))
+    module.register_load_state_dict_pre_hook(BeforeLoad(places))
+
+
+def _to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
+    """This rank's elements of a whole value, in the shape of the parameter at rest."""
+    piece = lane.layout.pieces[index]
+    resting = lane.resting[index]
+    if isinstance(value, StateShard):
+        start, stop = lane.layout.kept(piece, lane.comm.rank)
+        if lane.whole_at_rest or (value.start, value.stop, value.piece.order) != (start, stop, piece.order):
+            raise StateError(
+                f"{key!r} was taken from a model that is cut differently (elements [{value.start}, "
+                f"{value.stop}), here [{start}, {stop}))",
+                _REMEDY,
+            )
+        return value.local
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(f"{key!r} in the state dict is a {type(value).__name__}, not a tensor")
+    if tuple(value.shape) != piece.shape:
+        raise ModelError(
+            f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.shape} in the model",
+            "Load whole tensors of the unsharded model.",
+        )
+    if lane.whole_at_rest:
+        return value
+    start, stop = lane.layout.kept(piece, lane.comm.rank)
+    return in_memory_order(value, piece)[start:stop].view(resting.shape)

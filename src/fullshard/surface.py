@@ -1,0 +1,220 @@
+"""The module stays a module: hooks, stand-ins and guards that a sharded module carries.
+
+Everything attached here copies itself when the model is deep-copied, and refuses to be pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.errors import AtRestError, StateError, Unsupported
+from fullshard.runtime import LiveUnit, Runtime
+from fullshard.tensors import tensors_in
+
+_QUIET = {"forward", "extra_repr"}
+
+
+class Attached:
+    """Something a module carries for a unit of a runtime."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit) -> None:
+        self.runtime, self.unit = runtime, unit
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "copy":
+            return super().__reduce_ex__(protocol)
+        raise Unsupported(
+            "a sharded model cannot be pickled: every rank holds a part",
+            "Save model.state_dict() inside `with fs.full(model):`.",
+        )
+
+
+class BeforeForward(Attached):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.unit.whole and not self.unit.cast:
+            return None
+        return self.runtime.before_forward(self.unit, args, kwargs)
+
+
+class AfterForward(Attached):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.unit.whole:
+            _refuse_backward(output)
+            if not self.unit.cast:
+                return None
+        return self.runtime.after_forward(self.unit, output)
+
+
+def _refuse_backward(output: Any) -> None:
+    def refuse(_: Any) -> None:
+        raise StateError(
+            "backward through a forward that ran inside fs.full", "Run training forwards outside fs.full."
+        )
+
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(refuse)
+
+
+class StandIn(Attached):
+    """`forward` of a module inside a unit, while the unit is at rest: open the unit around it."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+        super().__init__(runtime, unit)
+        self.module, self.original = module, module.forward
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.unit.whole and not self.unit.cast:
+            return self.original(*args, **kwargs)
+        args, kwargs = self.runtime.before_forward(self.unit, args, kwargs)
+        output = None
+        try:
+            output = self.original(*args, **kwargs)
+        finally:
+            output = self.runtime.after_forward(self.unit, output)
+        return output
+
+
+class Recomputed(Attached):
+    """`forward` of a block whose activations are computed again in backward."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+        super().__init__(runtime, unit)
+        self.original = module.forward
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.unit.whole or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.shown(self.unit):
+            return self.original(*args, **kwargs)
+
+
+class MethodGuard(Attached):
+    """A method other than forward that reads parameters of its own module."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, method: types.MethodType, reads: list[str]) -> None:
+        super().__init__(runtime, unit)
+        self.method, self.reads = method, reads
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.unit.depth or self.unit.whole or self.runtime.options.whole_at_rest:
+            return self.method(*args, **kwargs)
+        raise AtRestError(
+            f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads {', '.join(self.reads)} "
+            f"while unit {self.unit.name!r} is at rest and holds only this rank's elements",
+            "Call it from forward, or inside `with fs.full(model):`.",
+        )
+
+
+class ApplyGuard(Attached):
+    """`_apply`, behind to(), half(), cuda(), ...: no-ops pass, anything that moves or casts is refused."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+        super().__init__(runtime, unit)
+        self.module = module
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        asked = sys._getframe(1).f_code.co_name
+        for lane in self.runtime.lanes:
+            probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=lane.rest.device))
+            if (probe.dtype, probe.device) != (lane.dtypes.rest, lane.rest.device):
+                raise Unsupported(
+                    f"{asked}() on a sharded model would turn its {lane.dtypes.rest} shards on {lane.rest.device} "
+                    f"into {probe.dtype} on {probe.device}",
+                    "Move or cast the model before fs.shard; for mixed precision pass precision=.",
+                )
+        for module in self.module.modules() if recurse else (self.module,):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        for parameter in self.runtime.ignored:
+            parameter.data = fn(parameter.data)
+        return self.module
+
+
+class RestGuard:
+    """Fires when autograd hands a gradient to a parameter at rest: it was computed with as a shard."""
+
+    is_fullshard_guard = True
+
+    def __init__(self, unit: str, name: str) -> None:
+        self.unit, self.name = unit, name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        raise AtRestError(
+            f"parameter {self.name!r} of unit {self.unit!r} was used in the loss while at rest, where it holds only "
+            "this rank's elements",
+            "Compute with parameters inside the model's forward; for a penalty on weights use the optimizer's "
+            "weight_decay.",
+        )
+
+
+def attach(runtime: Runtime, model: nn.Module) -> None:
+    """Everything a freshly sharded model carries."""
+    for unit in runtime.units:
+        for module in unit.modules:
+            if runtime.options.checkpoint_activations and unit is not runtime.root and any(module.children()):
+                module.__dict__["forward"] = Recomputed(runtime, unit, module)
+            module.register_forward_pre_hook(BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
+            module.register_forward_hook(AfterForward(runtime, unit), always_call=True)
+        _attach_inside(runtime, unit)
+        for lane in unit.lanes:
+            for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
+                guard(parameter, unit.name, piece.name)
+    for module in model.modules():
+        module.__dict__["_apply"] = ApplyGuard(runtime, runtime.root, module)
+        module.__dict__["_fullshard"] = runtime
+
+
+def guard(parameter: nn.Parameter, unit: str, name: str) -> None:
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(RestGuard(unit, name))
+
+
+def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
+    owners: dict[nn.Module, list[str]] = {}
+    for module, attribute in unit.sites:
+        owners.setdefault(module, []).append(attribute)
+    for module, attributes in owners.items():
+        if module not in unit.modules and type(module).forward is not nn.Module.forward:
+            unit.slots.add_forward(module, StandIn(runtime, unit, module))
+        for name, reads in _reading_methods(module, attributes).items():
+            module.__dict__[name] = MethodGuard(runtime, unit, getattr(module, name), reads)
+
+
+def _reading_methods(module: nn.Module, attributes: list[str]) -> dict[str, list[str]]:
+    """Methods of the user's own classes whose code names a parameter of the module."""
+    found: dict[str, list[str]] = {}
+    for cls in type(module).__mro__:
+        if cls.__module__.split(".")[0] == "torch":
+            continue
+        for name, function in vars(cls).items():
+            if name in _QUIET or name.startswith("__") or not isinstance(function, types.FunctionType):
+                continue
+            reads = [a for a in attributes if a in function.__code__.co_names]
+            if reads and name not in module.__dict__ and getattr(type(module), name, None) is function:
+                found.setdefault(name, reads)
+    return found

@@ -1,0 +1,67 @@
+"""Who we are: the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said about this process; a world of one when it said nothing."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    rendezvous: bool = False
+    stall_timeout_s: float = 600.0
+
+
+def launch() -> Launch:
+    """Read torchrun's variables. A half-set environment is an error, not a guess."""
+    stall = _number("FULLSHARD_STALL_TIMEOUT_S", 600.0)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in names if os.environ.get(name)]
+    if not given:
+        return Launch(stall_timeout_s=stall)
+    missing = [name for name in names if name not in given]
+    if missing and int(_number("WORLD_SIZE", 1)) > 1:
+        raise OptionError(
+            f"the environment sets {', '.join(given)} but not {', '.join(missing)}",
+            "Launch with torchrun, which sets all four, or unset them to run as a world of one.",
+        )
+    rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
+    return Launch(
+        rank=rank,
+        ranks=ranks,
+        local_rank=int(_number("LOCAL_RANK", rank)),
+        local_ranks=int(_number("LOCAL_WORLD_SIZE", ranks)),
+        rendezvous=not missing,
+        stall_timeout_s=stall,
+    )
+
+
+def compute_device(model_device: torch.device) -> torch.device:
+    """Where shards live: the model's own device; a meta model goes to this rank's GPU, or the CPU."""
+    if model_device.type == "meta":
+        if torch.cuda.is_available():
+            return torch.device("cuda", launch().local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+    if model_device.type == "cuda" and model_device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return model_device
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"the environment variable {name} is {text!r}, not a number") from None

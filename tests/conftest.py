@@ -1,0 +1,16 @@
+"""What all tests share: the test modules find each other, and a failing test leaves no rank behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent / "src"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+# The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
+torch.set_num_threads(1)
