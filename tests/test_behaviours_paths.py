@@ -198,13 +198,11 @@ def _save_on_rank_zero_alone(engine: str, other: str) -> float:
             engines.whole(engine, model)
         if step == 1 and my_rank() == 1 and other == "exits":
             return 0.0
-        if step == 1 and my_rank() == 1 and other == "waits":
-            time.sleep(40)
     return 1.0
 
 
 @on_both_engines
-@pytest.mark.parametrize("other", ["trains", "waits", "exits"])
+@pytest.mark.parametrize("other", ["trains", "exits"])
 def test_collective_started_by_one_rank_alone_ends_in_seconds_naming_the_others_place(
     engine: str, other: str
 ) -> None:
@@ -220,3 +218,15 @@ def test_collective_started_by_one_rank_alone_ends_in_seconds_naming_the_others_
         assert result.wall_s < 15, f"{result.wall_s:.1f} s"
 
     holds(engine, check, *MISMATCHED)
+
+
+def _one_rank_is_slow() -> bool:
+    model = engines.shard("fullshard", build())
+    if my_rank() == 1:
+        time.sleep(6)
+    return bool(engines.whole("fullshard", model))
+
+
+def test_rank_that_is_only_slow_is_waited_for() -> None:
+    """Slow reading of data is no fault: nothing may be raised before a rank is seen to be elsewhere."""
+    assert ranks.run(_one_rank_is_slow, 2, timeout_s=20) == [True, True]

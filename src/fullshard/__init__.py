@@ -1,7 +1,7 @@
 """fullshard: train PyTorch models that are too large for one device.
 
-    import fullshard as fs
-    model = fs.shard(model)
+import fullshard as fs
+model = fs.shard(model)
 """
 
 from fullshard.engine import accumulate, even_batches, full, plan, shard

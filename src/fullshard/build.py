@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard import optimizers, surface
 from fullshard.collectives import Comm
+from fullshard.copying import duplicate
 from fullshard.errors import FullshardError, RankMismatch
 from fullshard.materialize import Materializer
 from fullshard.options import Options
@@ -53,6 +54,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     _nest(live)
     runtime = Runtime(live, comm, options)
     runtime.plan = plan
+    runtime.copier = duplicate
     runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
     surface.attach(runtime, model)
     _attach_state(runtime)

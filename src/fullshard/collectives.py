@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore as _HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
@@ -34,7 +35,9 @@ class Operation:
 
     __slots__ = ("_after", "_comm", "_work", "channel", "number")
 
-    def __init__(self, comm: Comm, work: Any, channel: str, number: int, after: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, comm: Comm, work: Any, channel: str, number: int, after: Callable[[], Any] | None
+    ) -> None:
         self._comm, self._work, self._after = comm, work, after
         self.channel, self.number = channel, number
 
@@ -50,7 +53,9 @@ class Operation:
 class Comm:
     """This rank's connections for one sharded model."""
 
-    def __init__(self, device: torch.device, shard: list[int], replicate: list[int], members: list[int]) -> None:
+    def __init__(
+        self, device: torch.device, shard: list[int], replicate: list[int], members: list[int]
+    ) -> None:
         self.device = device
         self.launch: Launch = launch()
         self.world_rank, self.world_ranks = dist.get_rank(), dist.get_world_size()
@@ -185,14 +190,6 @@ class Comm:
         if target is not values:
             values.copy_(target)
 
-    def agree(self, what: str, value: Any) -> None:
-        """Raise on all ranks if one rank's value differs from the first's."""
-        said = self.tell_objects(value)
-        for rank, other in zip(self.members, said, strict=True):
-            if other != said[0]:
-                raise RankMismatch(f"rank {rank} differs from rank {self.members[0]} in {what}: {other!r} against {said[0]!r}",
-                                   "Run the same code with the same options on every rank.")
-
     def raise_together(self, error: FullshardError | None) -> None:
         """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
         said = self.tell_objects(None if error is None else (type(error), error.what, error.remedy))
@@ -304,7 +301,7 @@ def start(device: torch.device) -> None:
     if said.rendezvous:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_HashStore(), rank=0, world_size=1)
     speak_as(dist.get_rank())
 
 
@@ -344,11 +341,13 @@ def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor
             "Pass a mesh of one axis, such as mesh['shard'], or strategy='hybrid'.",
         )
     if int(grid.max()) >= ranks:
-        raise OptionError(f"the mesh names rank {int(grid.max())}, but there are {ranks} ranks",
-                          "Build the mesh over the ranks of this run.")
+        raise OptionError(
+            f"the mesh names rank {int(grid.max())}, but there are {ranks} ranks",
+            "Build the mesh over the ranks of this run.",
+        )
     if not bool((grid == rank).any()):
-        raise OptionError(f"the mesh {grid.tolist()} leaves out rank {rank}",
-                          "Call fs.shard on the ranks of the mesh alone, or build one with every rank.")
+        raise OptionError(
+            f"the mesh {grid.tolist()} leaves out rank {rank}",
+            "Call fs.shard on the ranks of the mesh alone, or build one with every rank.",
+        )
     return grid.view(1, -1) if grid.dim() == 1 else grid
-
-

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import collectives, options as _options, world
+from fullshard import collectives, world
+from fullshard import options as _options
 from fullshard.build import build
 from fullshard.collectives import Comm
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError
@@ -174,7 +175,9 @@ def _model_device(model: nn.Module) -> torch.device:
 def _refuse_unfit(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "_fullshard" in module.__dict__:
-            raise StateError(f"module {name or type(model).__name__!r} is sharded already", "Call fs.shard once.")
+            raise StateError(
+                f"module {name or type(model).__name__!r} is sharded already", "Call fs.shard once."
+            )
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.grad is not None:
                 raise ModelError(
@@ -193,8 +196,11 @@ def _agree_on_model(comm: Comm, units: list[Unit], said: Options) -> None:
         for unit in units
         for m in unit.members
     ]
-    rows.append(f"strategy {said.strategy!r}, {said.precision}, checkpoint_activations={said.checkpoint_activations}, "
-                f"initial={said.initial!r}, check_gradients={said.check_gradients}, prefetch={said.prefetch}")
+    rows.append(
+        f"strategy {said.strategy!r}, {said.precision}, "
+        f"checkpoint_activations={said.checkpoint_activations}, initial={said.initial!r}, "
+        f"check_gradients={said.check_gradients}, prefetch={said.prefetch}"
+    )
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     digests = comm.tell_objects(digest)
     if len(set(digests)) == 1:
@@ -202,7 +208,7 @@ def _agree_on_model(comm: Comm, units: list[Unit], said: Options) -> None:
     everyone = comm.tell_objects(rows)
     for rank, theirs in zip(comm.members, everyone, strict=True):
         if theirs != everyone[0]:
-            pairs = zip(theirs + ["nothing"], everyone[0] + ["nothing"], strict=False)
+            pairs = zip([*theirs, "nothing"], [*everyone[0], "nothing"], strict=False)
             first = next((a, b) for a, b in pairs if a != b)
             raise RankMismatch(
                 f"rank {rank} has {first[0]}, where rank {comm.members[0]} has {first[1]}",

@@ -59,13 +59,13 @@ class GradShard(torch.Tensor):
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.Tensor.__reduce_ex__(self.as_subclass(torch.Tensor), protocol)
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with _plainly():
             return self.detach().clone()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _plainly():
             values = self.detach().as_subclass(torch.Tensor)
         kept = "whole" if self.whole else f"this rank's {values.numel()} elements"
@@ -167,14 +167,18 @@ def _combine(norms: torch.Tensor, order: float, comm: Comm) -> torch.Tensor:
     return comm.sum_shards(norms.pow_(order)).pow_(1.0 / order)
 
 
-def _order(func: Callable[..., Any], value: Any) -> float:
+def _order(value: Any) -> float:
     order = 2.0 if value in (None, "fro") else value
     if not isinstance(order, int | float) or order < 0:
-        raise GradientError(f"a norm of order {value!r} of a gradient shard is not supported", "Use 0, 1, 2, or inf.")
+        raise GradientError(
+            f"a norm of order {value!r} of a gradient shard is not supported", "Use 0, 1, 2, or inf."
+        )
     return float(order)
 
 
-def _local_norms(gradients: Sequence[GradShard], order: float, dtype: torch.dtype | None) -> list[PartialNorm]:
+def _local_norms(
+    gradients: Sequence[GradShard], order: float, dtype: torch.dtype | None
+) -> list[PartialNorm]:
     parts = [g.part for g in gradients]
     filled = [i for i, part in enumerate(parts) if part.numel()]
     values: dict[int, torch.Tensor] = {}
@@ -208,16 +212,16 @@ def _norm_call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if func is torch.linalg.norm and order is not None and gradient.dim() > 1:
         return _refuse(func, args)  # that is a matrix norm
     with _plainly():
-        return _local_norms([gradient], _order(func, order), said.get("dtype"))[0]
+        return _local_norms([gradient], _order(order), said.get("dtype"))[0]
 
 
-def _foreach_norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     said = dict(zip(["self", "ord", "dtype"], args, strict=False)) | kwargs
     tensors = said.get("self", said.get("tensors"))
     if not all(isinstance(t, GradShard) for t in tensors):
         return [torch.linalg.vector_norm(t, said.get("ord", 2), dtype=said.get("dtype")) for t in tensors]
     with _plainly():
-        return _local_norms(tensors, _order(func, said.get("ord", 2)), said.get("dtype"))
+        return _local_norms(tensors, _order(said.get("ord", 2)), said.get("dtype"))
 
 
 # ---- other reductions of a whole gradient

@@ -15,11 +15,15 @@ from torch import nn
 
 from fullshard.errors import ModelError
 
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+
 
 class Materializer:
     """Gives meta tensors memory and values, and can take everything back."""
 
-    def __init__(self, model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+    ) -> None:
         self._model, self._device, self._given = model, device, initialize
         self._names = {module: name for name, module in model.named_modules()}
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -79,7 +83,7 @@ class Materializer:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 twin = nn.Parameter(_marked(parameter, self._device), requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, twin)  # the user's own object, now with memory
+                _swap(parameter, twin)  # the user's own object, now with memory
                 self._twins.append((parameter, twin))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -88,7 +92,7 @@ class Materializer:
 
     def undo(self) -> None:
         for parameter, twin in reversed(self._twins):
-            torch.utils.swap_tensors(parameter, twin)
+            _swap(parameter, twin)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
 

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import OptimizerError, StateError
@@ -15,8 +14,8 @@ from fullshard.runtime import Runtime
 # They look at whole matrices, whole vectors or norms of parameters, and a shard has none of these.
 NOT_ELEMENT_WISE = {
     "Adafactor", "LBFGS", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "SM3", "Lamb", "LAMB", "FusedLAMB",
-    "Lars", "LARS", "LARC", "NovoGrad", "CAME", "GaLoreAdamW", "GaLoreAdafactor", "KFAC", "Adalomo", "AdaLomo",
-    "Lomo", "LOMO", "SparseAdam", "Apollo", "APOLLOAdamW", "FusedNovoGrad", "DistributedMuon", "MuonWithAuxAdam",
+    "Lars", "LARS", "LARC", "NovoGrad", "CAME", "GaLoreAdamW", "GaLoreAdafactor", "KFAC", "AdaLomo",
+    "Lomo", "SparseAdam", "Apollo", "APOLLOAdamW", "FusedNovoGrad", "DistributedMuon", "MuonWithAuxAdam",
 }  # fmt: skip
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
@@ -43,7 +42,7 @@ def owner(parameter: torch.Tensor) -> Runtime | None:
     return reference() if reference is not None else None
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _owners:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -69,8 +68,8 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
     for group, parameter in held:
         if id(parameter) not in resting:
             raise OptimizerError(
-                f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group}) that "
-                "the sharded model does not own: it would train on this rank alone",
+                f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group})"
+                " that the sharded model does not own: it would train on this rank alone",
                 "Build the optimizer from model.parameters(); list what each rank trains alone in ignore=.",
             )
     names = {c.__name__ for c in type(optimizer).__mro__}
@@ -84,5 +83,3 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
 
 
 register_optimizer_step_pre_hook(_before_step)
-
-

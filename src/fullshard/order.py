@@ -19,7 +19,7 @@ class Walk:
         self._at = 0
 
     def up_to(self, unit: int) -> list[tuple[int, bool]] | None:
-        """Pass the entries from here to the next one of `unit`; None, and nothing passed, if there is none."""
+        """Pass the entries from here to the next one of `unit`; None, and none passed, if there is none."""
         try:
             stop = self._order.index(unit, self._at) + 1
         except ValueError:

@@ -1,12 +1,13 @@
 """What a sharded model will hold and send: pure, frozen, printable.
 
-    print(fs.plan(model, strategy="zero3", ranks=8))
+print(fs.plan(model, strategy="zero3", ranks=8))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -76,7 +77,7 @@ class Plan:
         root, rest = self.units[0].full_bytes, [unit.full_bytes for unit in self.units[1:]]
         if self.strategy not in ("zero3", "hybrid"):
             return root + sum(rest)
-        pairs = [a + b for a, b in zip(rest, rest[1:], strict=False)]
+        pairs = [a + b for a, b in pairwise(rest)]
         return root + max(pairs or rest or [0])
 
     @property
@@ -100,27 +101,34 @@ class Plan:
         return self.strategy == "replicate"
 
     def __str__(self) -> str:
-        rows = [("unit", "lane", "elements", "at rest", "full", "padding")]
-        for unit in self.units:
-            for lane in unit.lanes:
-                kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
-                padding = lane.layout.total - lane.layout.num_elements
-                rows.append((unit.name or "(root)", kind, f"{lane.layout.num_elements:,}",
-                             size(lane.rest_bytes(self._whole)), size(lane.full_bytes), f"{padding:,}"))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-                 for r in rows]  # fmt: skip
-        lines.insert(1, "-" * len(lines[0]))
+        rows: list[tuple[str, ...]] = [("unit", "lane", "elements", "at rest", "full", "padding")]
+        rows += [_row(unit, lane, self._whole) for unit in self.units for lane in unit.lanes]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [_line(row, widths) for row in rows]
         return "\n".join(
             [
-                f"{self.num_elements:,} parameters, strategy {self.strategy!r} over {self.ranks} ranks; per rank:",
-                *lines,
+                f"{self.num_elements:,} parameters, {self.strategy!r}, {self.ranks} ranks; for one rank:",
+                lines[0],
+                "-" * len(lines[0]),
+                *lines[1:],
                 f"at rest: parameters {size(self.parameter_bytes)}, gradients {size(self.gradient_bytes)}, "
                 f"Adam state {size(2 * self.gradient_bytes)}",
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
                 f"sent per step: {size(self.wire_bytes_per_step)}",
             ]
         )
+
+
+def _row(unit: UnitPlan, lane: LanePlan, whole: bool) -> tuple[str, ...]:
+    kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
+    elements, padding = lane.layout.num_elements, lane.layout.total - lane.layout.num_elements
+    rest, full = size(lane.rest_bytes(whole)), size(lane.full_bytes)
+    return unit.name or "(root)", kind, f"{elements:,}", rest, full, f"{padding:,}"
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(cells))
 
 
 def size(num_bytes: float) -> str:

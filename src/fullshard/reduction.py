@@ -8,7 +8,7 @@ One Reduction serves one model. In a backward it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,9 @@ class LaneReduction:
     used: list[bool] | None = None
 
     def note(self, used: Sequence[bool]) -> None:
-        self.used = list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+        self.used = (
+            list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+        )
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Travel:
 class Reduction:
     def __init__(self, lanes_by_unit: Sequence[Sequence[Lane]], comm: Comm, options: Options) -> None:
         self._units = [[LaneReduction(lane) for lane in lanes] for lanes in lanes_by_unit]
+        self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
         self._travels: list[Travel] = []
         self._line: list[int] = []
@@ -79,22 +82,20 @@ class Reduction:
     # ---- begin
 
     def begin(self, line: Sequence[int]) -> None:
-        self._line = [unit for unit in line if self._lanes(unit)]
+        self._training = [[r for r in unit if any(r.lane.trainable)] for unit in self._units]
+        self._line = [unit for unit in line if self._training[unit]]
         self._at = 0
         self._waiting.clear()
         self._sent.clear()
         for unit in self._line:
-            for reduction in self._lanes(unit):
+            for reduction in self._training[unit]:
                 _look_at(reduction.lane)
-
-    def _lanes(self, unit: int) -> list[LaneReduction]:
-        return [r for r in self._units[unit] if any(r.lane.trainable)]
 
     # ---- done
 
-    def done(self, unit: int, called: Sequence[bool]) -> None:
+    def done(self, unit: int, called: Callable[[int], bool]) -> None:
         """A unit has all the gradients of this backward; units nobody called here wait for nothing."""
-        if not self._lanes(unit):
+        if not self._training[unit]:
             return
         if unit in self._sent:
             self._send(unit)  # called again in the same backward: one reduce more
@@ -102,7 +103,7 @@ class Reduction:
         self._waiting.add(unit)
         while self._at < len(self._line):
             head = self._line[self._at]
-            if head not in self._waiting and called[head]:
+            if head not in self._waiting and called(head):
                 return
             self._at += 1
             self._send(head)
@@ -113,13 +114,13 @@ class Reduction:
             self._send(unit)
         self._at = len(self._line)
         for unit in sorted(self._sent):
-            if any(g.grad is not None for r in self._lanes(unit) for g in r.lane.computing):
+            if any(g.grad is not None for r in self._training[unit] for g in r.lane.computing):
                 self._send(unit)
 
     def _send(self, unit: int) -> None:
         self._sent.add(unit)
         self._waiting.discard(unit)
-        for reduction in self._lanes(unit):
+        for reduction in self._training[unit]:
             gradients = [c.grad for c in reduction.lane.computing]
             for computing in reduction.lane.computing:
                 computing.grad = None
@@ -133,7 +134,9 @@ class Reduction:
             if travelling is not None:
                 self._exchange(reduction, travelling)
 
-    def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def _pack(
+        self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor | None:
         lane = reduction.lane
         if self.postponing and self._options.piles_up:
             self._pile_up(reduction, gradients)
@@ -155,7 +158,8 @@ class Reduction:
         if reduction.outgoing is None:
             reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.wire)
         else:
-            self._land(lambda travel: travel.reduction is reduction)
+            while any(travel.reduction is reduction for travel in self._travels):
+                self._arrive(self._travels.pop(0))
         reduction.outgoing.open()
         return reduction.outgoing
 
@@ -182,15 +186,10 @@ class Reduction:
         while len(self._travels) > _IN_FLIGHT:
             self._arrive(self._travels.pop(0))
 
-    def _land(self, which: object = None) -> None:
-        """Bring home the travels that `which` picks, all by default."""
-        staying = []
-        for travel in self._travels:
-            if callable(which) and not which(travel):
-                staying.append(travel)
-            else:
-                self._arrive(travel)
-        self._travels = staying
+    def _land(self) -> None:
+        """Bring home everything in flight."""
+        while self._travels:
+            self._arrive(self._travels.pop(0))
 
     def _arrive(self, travel: Travel) -> None:
         if travel.operation is not None:
@@ -224,7 +223,7 @@ class Reduction:
             self.piled = True
             return
         self.piled = False
-        reductions = [r for unit in self._line for r in self._lanes(unit)]
+        reductions = [r for unit in self._line for r in self._training[unit]]
         used = self._agree_on_used(reductions)
         if self._options.check_gradients:
             self._check_finite(reductions)
@@ -237,11 +236,11 @@ class Reduction:
             for parameter, view, flag in zip(lane.parameters, lane.gradients.views, flags, strict=True):
                 if flag and parameter.requires_grad:
                     parameter.grad = view
-                    if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
+                    if len(parameter._post_accumulate_grad_hooks or ()) > 1:
                         listeners.append(parameter)
             reduction.used = None
         for parameter in listeners:
-            for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 if not getattr(hook, "is_fullshard_guard", False):
                     hook(parameter)
 
@@ -265,8 +264,10 @@ class Reduction:
             assert gradients is not None
             for piece, view in zip(reduction.lane.layout.pieces, gradients.views, strict=True):
                 if not bool(torch.isfinite(view.part).all()):
-                    bad.append(f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of unit "
-                               f"{reduction.lane.unit!r}")
+                    bad.append(
+                        f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of unit "
+                        f"{reduction.lane.unit!r}"
+                    )
         said = [line for lines in self._comm.tell_objects(bad[:4]) for line in lines]
         if said:
             raise GradientError(
@@ -332,14 +333,13 @@ def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
 
 
 def _copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> None:
-    if all(g is not None for g in gradients):
-        torch._foreach_copy_(outgoing.views, gradients)
-        return
-    there = [(v, g) for v, g in zip(outgoing.views, gradients, strict=True) if g is not None]
-    outgoing.flat.zero_()
-    if there:
-        views, values = zip(*there, strict=True)
-        torch._foreach_copy_(list(views), list(values))
+    values = [g for g in gradients if g is not None]
+    views = outgoing.views
+    if len(values) < len(views):
+        outgoing.flat.zero_()
+        views = [v for v, g in zip(views, gradients, strict=True) if g is not None]
+    if values:
+        torch._foreach_copy_(views, values)
 
 
 def _add_to_shard(lane: Lane, total: torch.Tensor) -> None:
@@ -357,6 +357,7 @@ def _unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exc
     for piece, gradient in zip(lane.layout.pieces, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             return GradientError(
-                f"unit {lane.unit!r}: the gradient of {piece.name!r} is sparse", "Use sparse=False, or ignore=."
+                f"unit {lane.unit!r}: the gradient of {piece.name!r} is sparse",
+                "Use sparse=False, or ignore=.",
             )
     return GradientError(f"unit {lane.unit!r}: its gradients could not be packed: {error}")

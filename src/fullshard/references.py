@@ -72,8 +72,8 @@ def _inside(
             if id(item) in wanted:
                 if container is None:
                     raise ModelError(
-                        f"parameter {wanted[id(item)]!r} is also kept in a {type(value).__name__} of the model, "
-                        "which cannot be rewritten and would go on showing a shard",
+                        f"parameter {wanted[id(item)]!r} is also kept in a {type(value).__name__} of the "
+                        "model, which cannot be rewritten and would go on showing a shard",
                         "Keep it in a list or a dict, or read it from the module.",
                     )
                 yield container, key, item

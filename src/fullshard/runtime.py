@@ -14,6 +14,7 @@ end of the graph task is the signal.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,11 @@ class LiveUnit:
         self.whole = False  # inside fs.full: its parameters hold whole values
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
 
+    duplicate: Callable[[dict[int, Any]], dict[int, Any]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.duplicate(memo)[id(self)]
+
     @property
     def releasable(self) -> bool:
         return bool(self.storages)
@@ -118,8 +124,21 @@ class Runtime:
         self._versions: tuple[int, ...] | None = None
         self._trainable = list(map(_requires_grad, self.parameters))
         self.ignored: list[nn.Parameter] = []
+        self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
+        for unit in self.units:
+            unit.duplicate = self._duplicate
+        for lane in self.lanes:
+            lane.duplicate = self._duplicate
 
     plan: Plan  # what it was built from
+    copier: Callable[[Runtime, dict[int, Any]], Runtime]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return self.copier(self, memo)
+
+    def _duplicate(self, memo: dict[int, Any]) -> dict[int, Any]:
+        copy.deepcopy(self, memo)
+        return memo
 
     # ---- gather, release
 
@@ -274,6 +293,8 @@ class Runtime:
 
     def before_forward(self, unit: LiveUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit.entry_failed = True
+        if self.unfinished is not None:
+            self.unfinished()
         if unit is self.root and self._forward is None and _task() == _no_task:
             self.begin_pass()
         if not (unit.depth and unit.state is State.FULL):
@@ -326,9 +347,9 @@ class Runtime:
         """An output that is a view of a parameter would dangle after release: give the caller a copy."""
 
         def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, nn.Parameter):
-                if tensor.untyped_storage()._cdata in unit.storages:
-                    return tensor.clone()
+            plain = type(tensor) in (torch.Tensor, nn.Parameter)
+            if plain and tensor.untyped_storage()._cdata in unit.storages:
+                return tensor.clone()
             return tensor
 
         if type(output) is torch.Tensor:
@@ -352,9 +373,10 @@ class Runtime:
         return hooked
 
     def _turn_of(self, node: torch.autograd.graph.Node) -> Turn:
-        turn: Turn | None = node.metadata.get(self)
+        turns: dict[Any, Turn] = node.metadata  # type: ignore[assignment]
+        turn = turns.get(self)
         if turn is None:
-            turn = node.metadata[self] = Turn(self)
+            turn = turns[self] = Turn(self)
             node.register_prehook(turn)
         return turn
 
@@ -417,18 +439,17 @@ class Runtime:
             for unit in turn.begins:
                 self._begin(unit)
             for unit in ended:
-                self.reduction.done(unit.index, self._called())
+                self.reduction.done(unit.index, self._called)
 
-    def _called(self) -> list[bool]:
-        return [unit.called for unit in self.units]
+    def _called(self, index: int) -> bool:
+        return self.units[index].called
 
     def _ended(self, unit: LiveUnit) -> bool:
         unit.pending = max(0, unit.pending - 1)
         if unit.pending or self._backward is None:
             return False
-        arrived = any(c.grad is not None for lane in unit.lanes for c in lane.computing)
-        frozen = not any(c.requires_grad for lane in unit.lanes for c in lane.computing)
-        if not arrived and not frozen:
+        computing = [c for lane in unit.lanes for c in lane.computing if c.requires_grad]
+        if computing and all(c.grad is None for c in computing):
             return False  # used once more in this graph: the rest is still to come
         if unit is not self.root and not self._keeps:
             self.release(unit)
@@ -475,7 +496,7 @@ class Runtime:
                 if unit.task == task and unit is not self.root:
                     unit.pending = 0
                     if self._ended(unit):
-                        self.reduction.done(unit.index, self._called())
+                        self.reduction.done(unit.index, self._called)
 
     def end_backward(self) -> None:
         with torch.no_grad():
@@ -533,4 +554,4 @@ def _surviving_node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
 
 
 def _at_end_of_task(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -50,7 +50,9 @@ class Lane:
         self.parameters = list(parameters)
         self.whole_at_rest = whole_at_rest
         device = comm.device
-        self.rest = torch.zeros(layout.total if whole_at_rest else layout.interval, dtype=dtypes.rest, device=device)
+        self.rest = torch.zeros(
+            layout.total if whole_at_rest else layout.interval, dtype=dtypes.rest, device=device
+        )
         # Replicated and not cast: the full value is the resting one, nothing to gather or release.
         self.permanent = whole_at_rest and dtypes.rest == dtypes.compute
         if self.permanent:
@@ -181,13 +183,16 @@ class Slots:
 
     def add_forward(self, module: nn.Module, stand_in: Any) -> None:
         """A stand-in for `module.forward` while the unit is at rest."""
-        self._forwards.append((module.__dict__, stand_in, module.__dict__.get("forward")))
+        self._forwards.append((module.__dict__, stand_in, stand_in.replaced))
         module.__dict__["forward"] = stand_in
+
+    def stands_in(self, stand_in: Any) -> bool:
+        return any(known is stand_in for _, known, _ in self._forwards)
 
     def show_full(self) -> None:
         for container, key, resting, computing in self._slots:
             if container[key] is not resting:
-                self._undo_and_refuse(container, key)
+                self._undo_and_refuse(key)
             container[key] = computing
         for attributes, _, original in self._forwards:
             if original is None:
@@ -201,7 +206,7 @@ class Slots:
         for attributes, stand_in, _ in self._forwards:
             attributes["forward"] = stand_in
 
-    def _undo_and_refuse(self, container: Any, key: Any) -> None:
+    def _undo_and_refuse(self, key: Any) -> None:
         for other, name, resting, computing in self._slots:
             if other[name] is computing:
                 other[name] = resting

@@ -36,7 +36,7 @@ class StateShard(torch.Tensor):
 
     @staticmethod
     def make(name: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
-        value: StateShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        value: StateShard = torch.Tensor._make_wrapper_subclass(
             StateShard, piece.shape, dtype=local.dtype, device=local.device
         )
         value.name, value.piece = name, piece
@@ -44,7 +44,9 @@ class StateShard(torch.Tensor):
         return value
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         value = next(a for a in args if isinstance(a, StateShard))
         if func is torch.ops.aten.detach.default:
             return StateShard.make(value.name, value.piece, value.local, value.start, value.stop)
@@ -66,7 +68,7 @@ class StateShard(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
         return StateShard.make(self.name, self.piece, self.local.clone(), self.start, self.stop)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"StateShard({self.name!r}, whole shape {self.piece.shape}, {self.dtype}, this rank's elements "
             f"[{self.start}, {self.stop}))"
@@ -146,8 +148,8 @@ class BeforeLoad(Places):
 
 
 def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None:
-    module.register_state_dict_post_hook(AfterStateDict(places))
-    module.register_load_state_dict_pre_hook(BeforeLoad(places))
+    module.register_state_dict_post_hook(AfterStateDict(places))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(BeforeLoad(places))  # type: ignore[no-untyped-call]
 
 
 def _to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:

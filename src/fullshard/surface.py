@@ -30,15 +30,12 @@ class Attached:
         self.runtime, self.unit = runtime, unit
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = copy.copy(self)
-        memo[id(self)] = twin
+        twin = memo[id(self)] = object.__new__(type(self))
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == "copy":
-            return super().__reduce_ex__(protocol)
         raise Unsupported(
             "a sharded model cannot be pickled: every rank holds a part",
             "Save model.state_dict() inside `with fs.full(model):`.",
@@ -47,6 +44,8 @@ class Attached:
 
 class BeforeForward(Attached):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.unit is self.runtime.root:
+            _refuse_other_device(self.runtime.comm.device, args, kwargs)
         if self.unit.whole and not self.unit.cast:
             return None
         return self.runtime.before_forward(self.unit, args, kwargs)
@@ -59,6 +58,16 @@ class AfterForward(Attached):
             if not self.unit.cast:
                 return None
         return self.runtime.after_forward(self.unit, output)
+
+
+def _refuse_other_device(device: torch.device, args: Any, kwargs: Any) -> None:
+    """All inputs elsewhere is a mistake; some (lengths on the host, say) is not."""
+    found = {t.device for t in tensors_in((args, kwargs))}
+    if found and device not in found:
+        raise StateError(
+            f"forward got inputs on {', '.join(map(str, found))}, but the shards are on {device}",
+            f"Move the batch: batch.to({str(device)!r}).",
+        )
 
 
 def _refuse_backward(output: Any) -> None:
@@ -78,6 +87,7 @@ class StandIn(Attached):
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
         super().__init__(runtime, unit)
         self.module, self.original = module, module.forward
+        self.replaced = module.__dict__.get("forward")  # somebody's own, put back while the unit is full
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,8 +132,8 @@ class MethodGuard(Attached):
         if self.unit.depth or self.unit.whole or self.runtime.options.whole_at_rest:
             return self.method(*args, **kwargs)
         raise AtRestError(
-            f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads {', '.join(self.reads)} "
-            f"while unit {self.unit.name!r} is at rest and holds only this rank's elements",
+            f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "
+            f"{', '.join(self.reads)} while unit {self.unit.name!r} is at rest: this rank's elements alone",
             "Call it from forward, or inside `with fs.full(model):`.",
         )
 
@@ -141,8 +151,8 @@ class ApplyGuard(Attached):
             probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=lane.rest.device))
             if (probe.dtype, probe.device) != (lane.dtypes.rest, lane.rest.device):
                 raise Unsupported(
-                    f"{asked}() on a sharded model would turn its {lane.dtypes.rest} shards on {lane.rest.device} "
-                    f"into {probe.dtype} on {probe.device}",
+                    f"{asked}() on a sharded model would turn its {lane.dtypes.rest} shards on "
+                    f"{lane.rest.device} into {probe.dtype} on {probe.device}",
                     "Move or cast the model before fs.shard; for mixed precision pass precision=.",
                 )
         for module in self.module.modules() if recurse else (self.module,):
@@ -165,10 +175,10 @@ class RestGuard:
     def __call__(self, parameter: torch.Tensor) -> None:
         parameter.grad = None
         raise AtRestError(
-            f"parameter {self.name!r} of unit {self.unit!r} was used in the loss while at rest, where it holds only "
-            "this rank's elements",
-            "Compute with parameters inside the model's forward; for a penalty on weights use the optimizer's "
-            "weight_decay.",
+            f"parameter {self.name!r} of unit {self.unit!r} was used in the loss while at rest, where it"
+            " holds only this rank's elements",
+            "Compute with parameters inside the model's forward; for a penalty on weights use the "
+            "optimizer's weight_decay.",
         )
 
 
@@ -191,7 +201,8 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
 
 def guard(parameter: nn.Parameter, unit: str, name: str) -> None:
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(RestGuard(unit, name))
+        hook = RestGuard(unit, name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:

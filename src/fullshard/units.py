@@ -123,7 +123,7 @@ def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
     if isinstance(choice, tuple):
         picked = [m for m in model.modules() if isinstance(m, choice) and m is not model]
     else:
-        picked = [m for m in model.modules() if m is not model and choice(m)]  # type: ignore[operator]
+        picked = [m for m in model.modules() if m is not model and choice(m)]
     if isinstance(choice, tuple) and not picked and not isinstance(model, choice):
         raise OptionError(
             f"no module of the model is a {' or '.join(c.__name__ for c in choice)}",

@@ -1,0 +1,80 @@
+"""`copy.deepcopy` of a sharded model: a second engine over the same ranks, with shards of its own.
+
+Modules copy themselves while this runs, half-made ones included, so only shards are copied here;
+the places that show parameters are looked up when the copy first computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fullshard import optimizers
+from fullshard.errors import StateError
+from fullshard.references import find_references
+from fullshard.runtime import LiveUnit, Runtime
+from fullshard.shards import Lane, Slots
+from fullshard.surface import StandIn, guard
+
+
+def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
+    if id(runtime) in memo:
+        return memo[id(runtime)]  # type: ignore[no-any-return]
+    if any(unit.depth or unit.whole for unit in runtime.units):
+        raise StateError("deepcopy of a sharded model that is not at rest", "Copy it between steps.")
+    twin = memo[id(runtime)] = object.__new__(Runtime)
+    for unit in runtime.units:
+        memo[id(unit)] = object.__new__(LiveUnit)
+        for lane in unit.lanes:
+            memo[id(lane)] = _lane(lane, memo)
+    units = [_unit(unit, memo) for unit in runtime.units]
+    for unit, old in zip(units, runtime.units, strict=True):
+        unit.inner = [units[inner.index] for inner in old.inner]
+    twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
+    twin.plan, twin.copier = runtime.plan, runtime.copier
+    twin.order = None if runtime.order is None else list(runtime.order)
+    twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
+    twin.unfinished = partial(_finish, twin)
+    optimizers.own(twin)
+    return twin
+
+
+def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
+    parameters: list[nn.Parameter] = [copy.deepcopy(p, memo) for p in lane.parameters]
+    twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.whole_at_rest)
+    twin.rest.copy_(lane.rest)
+    twin.show_resting()
+    for parameter, piece in zip(parameters, lane.layout.pieces, strict=True):
+        guard(parameter, lane.unit, piece.name)
+    return twin
+
+
+def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
+    twin: LiveUnit = memo[id(unit)]
+    modules = [copy.deepcopy(module, memo) for module in unit.modules]
+    sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in unit.sites]
+    lanes = [memo[id(lane)] for lane in unit.lanes]
+    twin.__init__(unit.index, unit.name, modules, lanes, Slots(unit.name), sites)  # type: ignore[misc]
+    return twin
+
+
+def _finish(runtime: Runtime) -> None:
+    """Every module of the copy is there now: find the places that show its parameters."""
+    runtime.unfinished = None
+    references = find_references(runtime.root.modules[0])
+    for unit in runtime.units:
+        computing = {
+            id(p): (p, c) for lane in unit.lanes for p, c in zip(lane.parameters, lane.computing, strict=True)
+        }
+        for module, attribute in unit.sites:
+            resting = module._parameters[attribute]
+            unit.slots.add(module._parameters, attribute, *computing[id(resting)])
+            stand_in = module.__dict__.get("forward")
+            if isinstance(stand_in, StandIn) and not unit.slots.stands_in(stand_in):
+                unit.slots.add_forward(module, stand_in)
+        for resting, twin in computing.values():
+            for reference in references.get(id(resting), ()):
+                unit.slots.add(reference.container, reference.key, resting, twin)

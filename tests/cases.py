@@ -1,0 +1,100 @@
+"""A training loop with one part exchanged: the same case in one process and on ranks, held to each other.
+
+A case is how a model is made and how one piece of a batch is turned into gradients. In one process it runs
+once for each rank's piece with weight 1/ranks, on a rank once with weight 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import engines
+import reference
+from engines import Net, batch, build, loss_of, my_rank
+from reference import Trace
+
+ALL = ("zero3", "zero2", "zero1", "replicate")
+
+Piece = tuple[Tensor, Tensor]
+
+
+def plainly(model: nn.Module, piece: Piece, weight: float) -> float:
+    loss = loss_of(model, piece) * weight
+    loss.backward()
+    return loss.item()
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module] = Net
+    backward: Callable[[nn.Module, Piece, float], float] = plainly
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd
+    options: dict[str, Any] = field(default_factory=dict)
+    after_shard: Callable[[nn.Module], Any] = lambda _: None
+    steps: int = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    trace: Trace
+    without_gradient: list[set[str]]  # names of the parameters that had none, by step
+
+
+def in_one_process(case: Case, num_ranks: int = 2) -> Outcome:
+    model = build(case.make)
+    return _train(case, model, case.optimizer(model.parameters()), range(num_ranks), 1 / num_ranks)
+
+
+def on_a_rank(case: Case, **options: Any) -> Outcome:
+    import fullshard as fs
+
+    model = fs.shard(build(case.make), **(case.options | options))
+    case.after_shard(model)
+    outcome = _train(case, model, case.optimizer(model.parameters()), [my_rank()], 1.0)
+    whole = engines.whole("fullshard", model)
+    return Outcome(Trace(outcome.trace.losses, outcome.trace.grad_norms, whole), outcome.without_gradient)
+
+
+def _train(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, pieces: Iterable[int], weight: float
+) -> Outcome:
+    losses, norms, without = [], [], []
+    for step in range(case.steps):
+        losses.append(sum(case.backward(model, batch(step, rank), weight) for rank in pieces))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        without.append({name for name, p in model.named_parameters() if p.grad is None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(Trace(losses, norms, reference.whole_parameters(model)), without)
+
+
+def assert_as_in_one_process(case: Case, outcomes: list[Outcome], rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Losses, norms, final parameters, and which parameters had no gradient."""
+    expected = in_one_process(case, len(outcomes))
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.without_gradient == expected.without_gradient, (
+            f"rank {rank}, parameters without a gradient by step: {outcome.without_gradient}, "
+            f"in one process {expected.without_gradient}"
+        )
+    combined = reference.combine([outcome.trace for outcome in outcomes])
+    reference.assert_close_trace(combined, expected.trace, rtol, atol)
+
+
+def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:
+    """(class, message, remedy) of the FullshardError that `call` ends with; no error is a failure."""
+    from fullshard import FullshardError
+
+    try:
+        value = call()
+    except FullshardError as error:
+        return type(error).__name__, str(error), error.remedy
+    raise AssertionError(f"nothing was refused: {value!r}")
