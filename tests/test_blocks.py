@@ -491,25 +491,18 @@ def test_recomputation_and_prefetch_change_no_bit_with_dropout() -> None:
 # --- torch.compile ----------------------------------------------------------------------------------------
 
 
-class CompiledBefore(Net):
-    how = "replaced"
-    backend = "aot_eager"
-
-    def __init__(self) -> None:
-        super().__init__()
-        for index, layer in enumerate(self.blocks):
-            if self.how == "replaced":
-                self.blocks[index] = torch.compile(layer, backend=self.backend)
-            elif self.how == "in place":
-                layer.compile(backend=self.backend)
+def _compiled_before(backend: str) -> nn.Module:
+    model = Net()
+    for index, layer in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(layer, backend=backend)
+    return model
 
 
-class CompiledInPlace(CompiledBefore):
-    how = "in place"
-
-
-class CompiledByInductor(CompiledBefore):
-    backend = "inductor"
+def _compiled_in_place() -> nn.Module:
+    model = Net()
+    for layer in model.blocks:
+        layer.compile(backend="aot_eager")
+    return model
 
 
 def _compile_blocks(model: nn.Module) -> None:
@@ -518,34 +511,43 @@ def _compile_blocks(model: nn.Module) -> None:
 
 
 COMPILED = {
-    "torch.compile(block) before shard": Case(CompiledBefore),
-    "block.compile() before shard": Case(CompiledInPlace),
+    "torch.compile(block) before shard": Case(lambda: _compiled_before("aot_eager")),
+    "block.compile() before shard": Case(_compiled_in_place),
     "block.compile() after shard": Case(after_shard=_compile_blocks),
-    "torch.compile(block) with inductor": Case(CompiledByInductor),
-    "torch.compile(block) with checkpoint_activations": Case(
-        CompiledBefore, options={"checkpoint_activations": True}
+    "checkpoint_activations": Case(
+        lambda: _compiled_before("aot_eager"), options={"checkpoint_activations": True}
     ),
+    "inductor": Case(lambda: _compiled_before("inductor")),
 }
 
 
-def _train_compiled(name: str) -> tuple[Outcome, Outcome, int]:
-    from torch._dynamo.testing import CompileCounterWithBackend
+def _train_compiled(names: list[str]) -> dict[str, tuple[Outcome, int]]:
+    found = {}
+    for name in names:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        outcome = cases.on_a_rank(COMPILED[name])
+        names_now = {key.replace("_orig_mod.", ""): v for key, v in outcome.trace.parameters.items()}
+        trace = reference.Trace(outcome.trace.losses, outcome.trace.grad_norms, names_now)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found[name] = (Outcome(trace, outcome.without_gradient), graphs)
+    return found
 
-    torch._dynamo.reset()
-    del CompileCounterWithBackend
-    torch._dynamo.utils.counters.clear()
-    zero3 = cases.on_a_rank(COMPILED[name])
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    replicate = cases.on_a_rank(COMPILED[name], strategy="replicate")
-    return zero3, replicate, graphs
+
+def _check_compiled(names: list[str]) -> None:
+    results = ranks.run(_train_compiled, 2, names, timeout_s=200.0)
+    for name in names:
+        cases.assert_as_in_one_process(Case(), [result[name][0] for result in results])
+        assert all(result[name][1] >= 1 for result in results), f"{name}: nothing was compiled"
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_block_trains_as_in_one_process(name: str) -> None:
-    results = ranks.run(_train_compiled, 2, name, timeout_s=180.0)
-    for place in (0, 1):
-        cases.assert_as_in_one_process(COMPILED[name], [result[place] for result in results])
-    assert all(result[2] >= 1 for result in results), "nothing was compiled"
+def test_compiled_block_trains_as_in_one_process() -> None:
+    _check_compiled([name for name in COMPILED if name != "inductor"])
+
+
+@pytest.mark.long
+def test_block_compiled_by_inductor_trains_as_in_one_process() -> None:
+    _check_compiled(["inductor"])
 
 
 # --- graphs of graphs ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ MESHES = {1: ("1x1",), 2: ("1x2", "2x1"), 3: ("3x1", "1x3"), 4: ("2x2", "1x4", "
 ROWS, LENGTH, WORDS, WIDTH = 36, 5, 17, 12
 STEPS = 3
 MICRO_BATCHES = 3
-CLIP = 0.5  # well below the norms of all steps
+CLIP = 0.1  # well below the norms of all steps
 INF_STEP = 1
 FIRST_SCALE = 2.0**10
 
@@ -131,18 +131,18 @@ class Result:
 
 
 def cases_for(num_ranks: int) -> list[Case]:
-    plain = [Case(s) for s in STRATEGIES]
-    meshes = ["", *MESHES[num_ranks]]
-    hybrid = [Case("hybrid", mesh) for mesh in meshes]
+    """Everything on two ranks; on one, three and four what the number of ranks could change."""
+    everything = num_ranks == 2
+    plain = [Case(strategy) for strategy in STRATEGIES]
+    hybrid = [Case("hybrid", mesh) for mesh in ("", *MESHES[num_ranks])]
     variants = [
-        Case(s, precision=precision, prefetch=prefetch, checkpoint=checkpoint)
+        replace(case, precision=precision, prefetch=prefetch, checkpoint=checkpoint)
+        for case in plain
         for precision in ("fp32", "bf16")
-        for s in STRATEGIES
         for prefetch in (True, False)
         for checkpoint in (False, True)
+        if everything or (prefetch != checkpoint and precision == "fp32")
     ]
-    if num_ranks != 2:  # the whole product is run on two ranks
-        variants = [v for v in variants if v.prefetch != v.checkpoint]
     accumulating = [
         replace(case, micro_batches=MICRO_BATCHES, postpone=postpone, again=again)
         for case in plain + hybrid[-1:]
@@ -150,7 +150,7 @@ def cases_for(num_ranks: int) -> list[Case]:
         for again in (0, 1)
     ]
     low = [replace(case, precision=p) for case in plain + hybrid[-1:] for p in ("bf16", "fp16")]
-    chosen = [Case(s, precision=p) for s in ("zero1", "zero3") for p in PRECISION_NAMES]
+    chosen = [Case(s, precision=p) for s in ("zero1", "zero3") for p in PRECISION_NAMES if everything]
     return list(dict.fromkeys(plain + hybrid + variants + accumulating + low + chosen))
 
 
@@ -190,7 +190,8 @@ def train_case(case: Case) -> Result:
             total += loss.item()
         scaler.unscale_(optimizer)
         seen["gradients"] |= {p.grad.dtype for p in model.parameters() if p.grad is not None}
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if low else CLIP)))
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if low else CLIP))
+        norms.append(norm if math.isfinite(norm) else math.inf)  # inf or nan: equal on all ranks either way
         losses.append(total)
         scaler.step(optimizer)
         scaler.update()
@@ -241,8 +242,9 @@ def expected() -> Trace:
     return reference.train(build(), batches, loss_of, reference.adamw, STEPS, clip=CLIP)
 
 
-def mixed(num_ranks: int, precision: torch.dtype, skip: int | None = None, scale: float = 1.0) -> Trace:
-    """Mixed precision in one process, spelled out: fp32 masters, a low copy computes, gradients sum in fp32."""
+@lru_cache
+def mixed(num_ranks: int, precision: torch.dtype, skip: int | None = None) -> Trace:
+    """Mixed precision in one process, spelled out: fp32 masters, a low copy computes, fp32 gradient sums."""
     model = build()
     low = copy.deepcopy(model).to(precision)
     optimizer = reference.sgd(model.parameters())
@@ -253,7 +255,7 @@ def mixed(num_ranks: int, precision: torch.dtype, skip: int | None = None, scale
             torch._foreach_copy_(list(low.parameters()), list(model.parameters()))
         for rank in range(num_ranks):
             loss = loss_of(low, batch(step, rank, num_ranks, 1)[0])
-            (loss * scale).backward()
+            loss.backward()
             total += loss.item() / num_ranks
             for master, computed in zip(model.parameters(), low.parameters(), strict=True):
                 assert computed.grad is not None
@@ -262,14 +264,12 @@ def mixed(num_ranks: int, precision: torch.dtype, skip: int | None = None, scale
                 computed.grad = None
         for master in model.parameters():
             assert master.grad is not None
-            master.grad.mul_(1.0 / num_ranks).mul_(1.0 / scale)
+            master.grad.mul_(1.0 / num_ranks)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)))
         losses.append(total)
         if step != skip:
             optimizer.step()
         optimizer.zero_grad()
-        if step == skip:
-            scale /= 2
     return Trace(losses, norms, reference.whole_parameters(model))
 
 
@@ -335,7 +335,7 @@ def test_bf16_follows_fp32_within_the_error_of_bf16(num_ranks: int, case: Case) 
 @select(lambda case: case.precision == "fp16")
 def test_fp16_with_an_inf_on_one_rank_follows_fp32_without_that_step(num_ranks: int, case: Case) -> None:
     trace = trace_of(num_ranks, case)
-    assert not math.isfinite(trace.grad_norms[INF_STEP])
+    assert [math.isfinite(norm) for norm in trace.grad_norms] == [step != INF_STEP for step in range(STEPS)]
     follows(trace, full_precision(INF_STEP), torch.finfo(torch.float16).eps)
 
 
@@ -382,7 +382,7 @@ def follows(trace: Trace, exact: Trace, eps: float) -> None:
     """The run went where the exact one went, but for a few roundings of the precision a step."""
     for ours, theirs in zip(trace.losses, exact.losses, strict=True):
         assert ours == pytest.approx(theirs, rel=4 * eps)
-    start = dict(build().named_parameters())
+    start = reference.whole_parameters(build())
     moved = math.sqrt(sum(float((exact.parameters[n] - p).square().sum()) for n, p in start.items()))
     away = math.sqrt(sum(float((exact.parameters[n] - trace.parameters[n]).square().sum()) for n in start))
     assert away < 4 * eps * moved, f"{away / moved:.3g} of the way, where the precision's eps is {eps:.3g}"

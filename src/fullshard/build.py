@@ -12,10 +12,11 @@ from fullshard import optimizers, surface
 from fullshard.collectives import Comm
 from fullshard.copying import duplicate
 from fullshard.errors import FullshardError, RankMismatch
+from fullshard.live import LiveUnit
 from fullshard.materialize import Materializer
 from fullshard.options import Options
 from fullshard.plan import LanePlan, lanes_of, plan_of
-from fullshard.runtime import LiveUnit, Runtime
+from fullshard.runtime import Runtime
 from fullshard.shards import Lane, Slots, in_memory_order
 from fullshard.state import attach_state
 from fullshard.units import Member, Unit
@@ -36,13 +37,13 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     undo: list[tuple[nn.Parameter, torch.Tensor]] = []
     try:
         if options.initial == "verify":
-            _verify(units, comm)
+            _verify(model, units, comm)
         live = []
         for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
             _fill(unit, materializer, comm)
             lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
             live.append(_live(index, unit, planned, lanes))
-            _show_resting(lanes, undo)
+            _show_resting(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
         for buffer in model.buffers():
             comm.from_first(buffer)
@@ -81,16 +82,15 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
     comm.raise_together(problem)
 
 
-def _verify(units: Sequence[Unit], comm: Comm) -> None:
+def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     """On request: ranks must have built equal values."""
-    names, digests = [], []
-    for unit in units:
-        for member in unit.members:
-            if not member.parameter.is_meta:
-                raw = member.parameter.detach().cpu().contiguous().reshape(-1)
-                raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
-                names.append(member.name)
-                digests.append(hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest())
+    ours = {member.name for unit in units for member in unit.members}
+    named = [(n, p) for n, p in model.named_parameters() if n in ours and not p.is_meta]
+    names, digests = [name for name, _ in named], []
+    for _, parameter in named:
+        raw = parameter.detach().cpu().contiguous().reshape(-1)
+        raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
+        digests.append(hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest())
     everyone = comm.tell_objects(digests)
     for rank, theirs in zip(comm.members, everyone, strict=True):
         for name, mine, first in zip(names, theirs, everyone[0], strict=True):
@@ -126,9 +126,12 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites)
 
 
-def _show_resting(lanes: list[Lane], undo: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+def _show_resting(
+    lanes: list[Lane], undo: list[tuple[nn.Parameter, torch.Tensor]], materializer: Materializer
+) -> None:
     for lane in lanes:
-        undo.extend((p, p.data) for p in lane.parameters)
+        # What was materialised here goes back to meta, and keeping it would keep the whole model.
+        undo.extend((p, p.data) for p in lane.parameters if not materializer.made(p))
         lane.show_resting()
 
 

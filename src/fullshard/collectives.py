@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
 from fullshard.records import Records
-from fullshard.world import Launch, launch
+from fullshard.world import Launch, launch, return_memory_to_system
 
 _POLL_S = 1.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +40,9 @@ class Operation:
     ) -> None:
         self._comm, self._work, self._after = comm, work, after
         self.channel, self.number = channel, number
+
+    def over(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         if self._work is not None:
@@ -136,9 +139,17 @@ class Comm:
             self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group, "gradients")
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
-        return self._small(values, dist.ReduceOp.MAX)
+        """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
+        if self.ranks == 1 or not values.is_floating_point():
+            return self._small(values, dist.ReduceOp.MAX)
+        nan = torch.isnan(values)
+        both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
+        largest, flags = self._small(both, dist.ReduceOp.MAX)
+        return values.copy_(largest.masked_fill(flags > 0, float("nan")))
 
     def min_shards(self, values: torch.Tensor) -> torch.Tensor:
+        if values.is_floating_point():
+            return self.max_shards(values.neg_()).neg_()
         return self._small(values, dist.ReduceOp.MIN)
 
     def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
@@ -185,7 +196,8 @@ class Comm:
         if self.all_ranks == 1 or not values.numel():
             return
         group = self._control_group
-        target = values if values.device.type == "cpu" else values.cpu()
+        direct = values.device.type == "cpu" and values.is_contiguous()
+        target = values if direct else values.cpu().contiguous()
         dist.broadcast(_bytes(target), src=self._source, group=group)
         if target is not values:
             values.copy_(target)
@@ -283,8 +295,8 @@ def _close(records: Records, folder: str) -> None:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Any dtype travels as bytes: bool, complex and 8-bit floats included."""
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor).view(-1)
-    return tensor.view(torch.uint8)
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _group(ranks: list[int], backend: str | None = None) -> Any:
@@ -311,6 +323,8 @@ def rank_count() -> int:
 
 def connect(device: torch.device, mesh: DeviceMesh | None, hybrid: bool) -> Comm:
     """The groups of a mesh. None is all ranks; hybrid then shards inside a node, replicates across."""
+    if device.type == "cpu":
+        return_memory_to_system()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if mesh is None:
         inner = launch().local_ranks if hybrid else ranks

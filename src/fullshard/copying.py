@@ -14,8 +14,9 @@ from torch import nn
 
 from fullshard import optimizers
 from fullshard.errors import StateError
+from fullshard.live import LiveUnit
 from fullshard.references import find_references
-from fullshard.runtime import LiveUnit, Runtime
+from fullshard.runtime import Runtime
 from fullshard.shards import Lane, Slots
 from fullshard.surface import StandIn, guard
 
@@ -35,7 +36,8 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
         unit.inner = [units[inner.index] for inner in old.inner]
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier = runtime.plan, runtime.copier
-    twin.order = None if runtime.order is None else list(runtime.order)
+    order = runtime.gathering.order
+    twin.gathering.order = None if order is None else list(order)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
     twin.unfinished = partial(_finish, twin)
     optimizers.own(twin)

@@ -15,13 +15,9 @@ from torch.utils import _foreach_utils
 
 from fullshard.collectives import Comm
 from fullshard.errors import GradientError
+from fullshard.piecewise import ABOUT, ELEMENT_WISE, KNOWN, RESHAPES
 
 _plainly = torch._C.DisableTorchFunctionSubclass
-
-_RESHAPES = {
-    "view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze", "view_as", "t", "T", "mT", "H", "mH",
-    "__get__", "permute", "transpose", "view_as_real",
-}  # fmt: skip
 
 
 class GradShard(torch.Tensor):
@@ -47,15 +43,20 @@ class GradShard(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
+            return handler(func, args, kwargs)
+        name = _name(func)
+        many = name.startswith(("_foreach_", "_fused_"))
+        if not (many or name in KNOWN or name.rstrip("_") in ELEMENT_WISE or _all_whole(args, kwargs)):
+            return _refuse(func, args, kwargs)
         with _plainly():
-            out = func(*args, **(kwargs or {}))
-        if type(out) is torch.Tensor:
+            out = func(*args, **kwargs)
+        if type(out) is torch.Tensor and name not in ABOUT:
             return _relabel(func, out, args, kwargs)
-        if isinstance(out, tuple) and any(isinstance(o, torch.Tensor) for o in out):
-            return _refuse(func, args)
+        if many and isinstance(out, list | tuple):
+            return [_relabel(func, o, (g,), {}) for o, g in zip(out, args[0], strict=True)]
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -72,14 +73,19 @@ class GradShard(torch.Tensor):
         return f"GradShard({kept}, {values!r})"
 
 
-def _gradients(args: Iterable[Any]) -> list[GradShard]:
+def _gradients(*places: Iterable[Any]) -> list[GradShard]:
     found: list[GradShard] = []
-    for arg in args:
-        if isinstance(arg, GradShard):
-            found.append(arg)
-        elif isinstance(arg, list | tuple):
-            found.extend(a for a in arg if isinstance(a, GradShard))
+    for place in places:
+        for arg in place:
+            if isinstance(arg, GradShard):
+                found.append(arg)
+            elif isinstance(arg, list | tuple):
+                found.extend(a for a in arg if isinstance(a, GradShard))
     return found
+
+
+def _all_whole(args: Any, kwargs: Any) -> bool:
+    return all(g.whole for g in _gradients(args, kwargs.values()))
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -91,20 +97,19 @@ def _relabel(func: Callable[..., Any], out: torch.Tensor, args: Any, kwargs: Any
     for arg in args:
         if arg is out:
             return out
-    found = _gradients(args) or _gradients((kwargs or {}).values())
+    found = _gradients(args, kwargs.values())
     if not found or found[0].whole:
         return out
-    if out.shape == found[0].shape or (_name(func) in _RESHAPES and out.numel() == found[0].numel()):
+    if out.shape == found[0].shape or (_name(func) in RESHAPES and out.numel() == found[0].numel()):
         return GradShard.make(out, found[0].comm)
-    return _refuse(func, args)
+    return _refuse(func, args, kwargs)
 
 
-def _refuse(func: Callable[..., Any], args: Any) -> Any:
-    found = _gradients(args)
-    if not found or found[0].whole:
-        raise GradientError(f"torch function {_name(func)!r} on a mixture of gradients")
+def _refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    shapes = [tuple(g.shape) for g in _gradients(args, kwargs.values())]
     raise GradientError(
-        f"{_name(func)!r} on a gradient shard would give a result that is true for this rank alone",
+        f"{_name(func)!r} on a gradient shard (of shape {shapes[0] if shapes else '?'}) would give a result "
+        "that is true for this rank alone",
         "Use element-wise functions, norms or whole sums of gradients, or strategy='replicate', whose "
         "gradients are whole on every rank.",
     )
@@ -138,7 +143,9 @@ class PartialNorm(torch.Tensor):
             return func(_finish(args[0]), *args[1:], **kwargs)
         if _name(func) == "__get__":
             with _plainly():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+            if not isinstance(out, torch.Tensor):
+                return out  # shape, dtype, device, ...
         return func(*_finish(args), **kwargs)
 
 
@@ -206,11 +213,14 @@ def _norm_call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         names = ["x", "ord", "dim", "keepdim"]
     said = dict(zip(names, args, strict=False)) | kwargs
     gradient = said.get("input", said.get("x", said.get("self", said.get("A"))))
+    if isinstance(gradient, GradShard) and gradient.whole and said.get("dim") is not None:
+        with _plainly():
+            return func(*args, **kwargs)
     if not isinstance(gradient, GradShard) or said.get("dim") is not None or said.get("out") is not None:
-        return _refuse(func, args)
+        return _refuse(func, args, kwargs)
     order = said.get("p", said.get("ord"))
     if func is torch.linalg.norm and order is not None and gradient.dim() > 1:
-        return _refuse(func, args)  # that is a matrix norm
+        return _refuse(func, args, kwargs)  # that is a matrix norm
     with _plainly():
         return _local_norms([gradient], _order(order), said.get("dtype"))[0]
 
@@ -230,17 +240,21 @@ def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _reduction(combine: str) -> Callable[..., Any]:
     def reduce(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         gradient = args[0] if args else kwargs.get("input")
-        if not isinstance(gradient, GradShard):
-            return _refuse(func, args)
-        with _plainly():
-            if gradient.whole:
+        if _all_whole(args, kwargs):
+            with _plainly():
                 return func(*args, **kwargs)
-            if len(args) > 1 or set(kwargs) - {"input", "dtype"}:
-                return _refuse(func, args)
+        options = {k: v for k, v in kwargs.items() if k != "input" and v is not None}
+        if len(args) == 2 and isinstance(args[1], torch.Tensor):
+            with _plainly():
+                return _relabel(torch.add, func(*args, **kwargs), args, kwargs)  # maximum of two
+        if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
+            return _refuse(func, args, kwargs)
+        with _plainly():
             values = gradient.part if gradient.numel() else _neutral(combine, gradient)
-            out = func(values, **{k: v for k, v in kwargs.items() if k == "dtype"})
+            out = func(values, **options)
             flags = out.dtype is torch.bool
-            total = getattr(gradient.comm, f"{combine}_shards")(out.to(torch.uint8) if flags else out.clone())
+            local = out.to(torch.uint8) if flags else out.clone()
+            total: torch.Tensor = getattr(gradient.comm, f"{combine}_shards")(local)
             return total.to(torch.bool) if flags else total
 
     return reduce
@@ -255,14 +269,22 @@ def _neutral(combine: str, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    gradient = args[0]
+    gradient = args[0] if args else kwargs["input"]
     if gradient.whole:
         with _plainly():
             return func(*args, **kwargs)
-    if len(args) > 1 or kwargs:
-        return _refuse(func, args)
+    if len(args) > 1 or set(kwargs) - {"input"}:
+        return _refuse(func, args, kwargs)
     count = torch.tensor(float(gradient.numel()), device=gradient.device)
     return torch.sum(gradient) / gradient.comm.sum_shards(count)
+
+
+def _compare(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """torch.equal and allclose: true where every rank's part agrees."""
+    with _plainly():
+        found = _gradients(args, kwargs.values())
+        here = torch.tensor(int(func(*args, **kwargs)), dtype=torch.uint8, device=found[0].device)
+        return bool(here if found[0].whole else found[0].comm.min_shards(here))
 
 
 def _dot(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -278,7 +300,7 @@ def _concatenate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found = _gradients(args)
     if found[0].whole:
         return out
-    return GradShard.make(out, found[0].comm) if len(found) == len(args[0]) else _refuse(func, args)
+    return GradShard.make(out, found[0].comm) if len(found) == len(args[0]) else _refuse(func, args, kwargs)
 
 
 def _unscale(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -305,6 +327,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.vdot: _dot,
     torch.Tensor.dot: _dot,
     torch.Tensor.vdot: _dot,
+    torch.equal: _compare,
+    torch.allclose: _compare,
+    torch.Tensor.equal: _compare,
+    torch.Tensor.allclose: _compare,
 }
 for _combine_name, _functions in {
     "sum": ("sum", "count_nonzero"),

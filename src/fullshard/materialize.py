@@ -29,6 +29,7 @@ class Materializer:
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._done: set[int] = set()
+        self._made: set[int] = set()
         self._refuse_hopeless()
 
     @property
@@ -85,10 +86,14 @@ class Materializer:
                 twin = nn.Parameter(_marked(parameter, self._device), requires_grad=parameter.requires_grad)
                 _swap(parameter, twin)  # the user's own object, now with memory
                 self._twins.append((parameter, twin))
+                self._made.add(id(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 self._buffers.append((module, name, buffer))
                 module._buffers[name] = _marked(buffer, self._device)
+
+    def made(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._made
 
     def undo(self) -> None:
         for parameter, twin in reversed(self._twins):

@@ -38,19 +38,78 @@ class Walk:
         return [self.take() for _ in range(len(self._order) - self._at)]
 
 
-def complete_order(seen: Sequence[int], num_units: int) -> list[int]:
-    """The order seen, with units nobody called put behind their predecessor by definition."""
-    order = list(seen)
-    for unit in range(num_units):
+def settle(paths: Sequence[Sequence[int]], parents: Sequence[int]) -> list[int]:
+    """The order that all later passes follow, from the path each rank took in the first one.
+
+    `parents[u]` is the unit around u, 0 for the root. One path taken by all is the order, repeated calls
+    included. Different paths are merged, each unit once, so that no rank's path runs against the order
+    if that can be had. Units nobody called come behind their predecessor by definition; units inside
+    another come directly behind it.
+    """
+    order = list(paths[0]) if one_path(paths) else _merged(paths)
+    for unit in range(len(parents)):
         if unit not in order:
-            place = order.index(unit - 1) + 1 if unit else 0
-            order.insert(place, unit)
+            order.insert(order.index(unit - 1) + 1 if unit else 0, unit)
+    return _nested(order, parents)
+
+
+def one_path(paths: Sequence[Sequence[int]]) -> bool:
+    return all(list(path) == list(paths[0]) for path in paths)
+
+
+def _merged(paths: Sequence[Sequence[int]]) -> list[int]:
+    """Units by the smallest index among those that no rank wants another unit before."""
+    firsts = [list(dict.fromkeys(path)) for path in paths]
+    before: dict[int, set[int]] = {}
+    for path in firsts:
+        for i, unit in enumerate(path):
+            before.setdefault(unit, set()).update(path[i - 1 : i] if i else ())
+    order: list[int] = []
+    while before:
+        free = [unit for unit, earlier in before.items() if not earlier & before.keys()]
+        unit = min(free or before)  # no unit is free: ranks go round in opposite ways, any choice will do
+        order.append(unit)
+        del before[unit]
     return order
 
 
-def backward_order(order: Sequence[int], left_out: set[int]) -> list[int]:
-    """The reverse, without the root (full from the start) and without `left_out`."""
-    return [unit for unit in reversed(order) if unit != 0 and unit not in left_out]
+def _nested(order: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Each unit directly behind the unit around it, or behind its latest call so far."""
+    early: dict[int, list[list[int]]] = {}  # those met before the unit around them
+    latest: dict[int, list[list[int]]] = {}  # unit: the groups inside its latest call
+    top: list[list[int]] = []
+    tree: dict[int, list[list[int]]] = {id(top): top}
+    for unit in order:
+        group = [unit]
+        inside = early.pop(unit, [])
+        tree[id(group)] = latest[unit] = inside
+        around = parents[unit]
+        home = top if around == 0 else latest.get(around)
+        (early.setdefault(around, []) if home is None else home).append(group)
+
+    def flat(groups: list[list[int]]) -> list[int]:
+        return [u for group in groups for u in (*group, *flat(tree[id(group)]))]
+
+    return flat(top)
+
+
+def backward_order(order: Sequence[int], inside: Sequence[set[int]], left_out: set[int]) -> list[int]:
+    """The order in which backwards begin, without the root (full from the start) and without `left_out`.
+
+    That is the reverse, except that a unit begins before those inside it: `inside[u]` are u's.
+    """
+    found: list[int] = []
+    rest = list(order)
+    while rest:
+        unit = rest.pop(0)
+        nested = []
+        while unit != 0 and rest and rest[0] in inside[unit]:
+            nested.append(rest.pop(0))
+        if unit != 0 and unit not in left_out:
+            found[:0] = [unit, *backward_order(nested, inside, left_out)]
+        else:
+            found[:0] = backward_order(nested, inside, left_out)
+    return found
 
 
 def reduce_order(order: Sequence[int]) -> list[int]:

@@ -63,6 +63,9 @@ class Travel:
     received: torch.Tensor
     operation: Operation | None
 
+    def over(self) -> bool:
+        return self.operation is None or self.operation.over()
+
 
 class Reduction:
     def __init__(self, lanes_by_unit: Sequence[Sequence[Lane]], comm: Comm, options: Options) -> None:
@@ -74,6 +77,8 @@ class Reduction:
         self._at = 0
         self._waiting: set[int] = set()
         self._sent: set[int] = set()
+        self.diverges = False  # ranks take different paths through the model
+        self.before_send: Callable[[int], None] = _nothing
         self.postponing = False  # inside fs.accumulate
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
@@ -108,6 +113,15 @@ class Reduction:
             self._at += 1
             self._send(head)
 
+    def skip_to(self, stops: set[int], called: Callable[[int], bool]) -> None:
+        """This rank's backward has come to the first of `stops`: earlier units it never called go now."""
+        while self._at < len(self._line):
+            head = self._line[self._at]
+            if head in stops or called(head):
+                return
+            self._at += 1
+            self._send(head)
+
     def flush(self) -> None:
         """The backward is over: whatever has not been sent goes now, in order."""
         for unit in self._line[self._at :]:
@@ -118,6 +132,7 @@ class Reduction:
                 self._send(unit)
 
     def _send(self, unit: int) -> None:
+        self.before_send(unit)
         self._sent.add(unit)
         self._waiting.discard(unit)
         for reduction in self._training[unit]:
@@ -183,7 +198,8 @@ class Reduction:
             received = torch.empty_like(sent)
             operation = self._comm.exchange(received, sent, reduction.lane.unit)
             self._travels.append(Travel(reduction, received, operation))
-        while len(self._travels) > _IN_FLIGHT:
+        # Ranks on different paths finish units in different orders: waiting here could close a circle.
+        while len(self._travels) > _IN_FLIGHT and (not self.diverges or self._travels[0].over()):
             self._arrive(self._travels.pop(0))
 
     def _land(self) -> None:
@@ -297,6 +313,10 @@ class Reduction:
                 for computing in reduction.lane.computing:
                     computing.grad = None
         self.piled = False
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 def _look_at(lane: Lane) -> None:

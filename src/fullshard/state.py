@@ -28,18 +28,18 @@ _REMEDY = (
 class StateShard(torch.Tensor):
     """A state dict value: the whole shape, this rank's elements [start, stop) in memory order."""
 
-    name: str
+    key: str
     piece: Piece
     local: torch.Tensor
     start: int
     stop: int
 
     @staticmethod
-    def make(name: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
+    def make(key: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
         value: StateShard = torch.Tensor._make_wrapper_subclass(
             StateShard, piece.shape, dtype=local.dtype, device=local.device
         )
-        value.name, value.piece = name, piece
+        value.key, value.piece = key, piece
         value.local, value.start, value.stop = local, start, stop
         return value
 
@@ -49,28 +49,28 @@ class StateShard(torch.Tensor):
     ) -> Any:
         value = next(a for a in args if isinstance(a, StateShard))
         if func is torch.ops.aten.detach.default:
-            return StateShard.make(value.name, value.piece, value.local, value.start, value.stop)
+            return StateShard.make(value.key, value.piece, value.local, value.start, value.stop)
         if func is torch.ops.aten.clone.default:
-            return StateShard.make(value.name, value.piece, value.local.clone(), value.start, value.stop)
+            return StateShard.make(value.key, value.piece, value.local.clone(), value.start, value.stop)
         raise StateError(
-            f"state dict value {value.name!r} holds this rank's {value.stop - value.start} of "
+            f"state dict value {value.key!r} holds this rank's {value.stop - value.start} of "
             f"{value.piece.num_elements} elements; {func} on it has no meaning",
             _REMEDY,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            f"state dict value {self.name!r} holds this rank's {self.stop - self.start} of "
+            f"state dict value {self.key!r} holds this rank's {self.stop - self.start} of "
             f"{self.piece.num_elements} elements and cannot be pickled or saved alone",
             _REMEDY,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
-        return StateShard.make(self.name, self.piece, self.local.clone(), self.start, self.stop)
+        return StateShard.make(self.key, self.piece, self.local.clone(), self.start, self.stop)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"StateShard({self.name!r}, whole shape {self.piece.shape}, {self.dtype}, this rank's elements "
+            f"StateShard({self.key!r}, whole shape {self.piece.shape}, {self.dtype}, this rank's elements "
             f"[{self.start}, {self.stop}))"
         )
 
@@ -101,7 +101,7 @@ class StateShard(torch.Tensor):
                 order = self.piece.order
                 return flat.view(shape).permute([order.index(d) for d in range(len(shape))])
             at += box.num_elements
-        raise StateError(f"state dict value {self.name!r} has no part at {index.offset} on this rank")
+        raise StateError(f"state dict value {self.key!r} has no part at {index.offset} on this rank")
 
     def _boxes(self) -> list[Box]:
         return boxes(self.piece, self.start, self.stop)

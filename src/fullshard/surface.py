@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import AtRestError, StateError, Unsupported
-from fullshard.runtime import LiveUnit, Runtime
+from fullshard.live import LiveUnit
+from fullshard.runtime import Runtime
 from fullshard.tensors import tensors_in
 
 _QUIET = {"forward", "extra_repr"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 
 import torch
 
 from fullshard.errors import OptionError
+
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ def compute_device(model_device: torch.device) -> torch.device:
     if model_device.type == "cuda" and model_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return model_device
+
+
+def return_memory_to_system() -> None:
+    """Released host buffers go back to the system at once (glibc; elsewhere nothing happens).
+
+    By default glibc raises the size from which it maps memory directly as buffers come and go, and then
+    keeps what is released: a run that held 25 MiB of tensors grew to 800 MiB of resident memory.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _number(name: str, default: float) -> float:

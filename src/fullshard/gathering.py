@@ -1,0 +1,205 @@
+"""Which unit is gathered when: walks along the agreed order, one unit ahead.
+
+A rank that takes another path than the others still passes every entry of the walk. Whether an entry
+gathers follows from the order and the strategy alone, never from this rank's path.
+
+Two rules keep ranks on different paths from waiting for each other in a circle: before it waits for a
+unit's gather in backward, a rank has sent its gradients of every unit that comes earlier (zeros for
+those it skipped); and before it sends a unit's gradients, it has taken part in that unit's gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fullshard.collectives import Comm
+from fullshard.live import NO_TASK, LiveUnit, State
+from fullshard.options import Options
+from fullshard.order import Walk, backward_order, one_path, settle
+
+_DONE = -1
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Gathering:
+    def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
+        self.units, self.root = list(units), units[0]
+        self._comm, self._options = comm, options
+        self.order: list[int] | None = None
+        self.diverges = False  # ranks took different paths
+        self._paths: list[list[int]] = [[] for _ in range(comm.all_ranks)]  # each rank's first pass
+        self._sticky: set[int] = set()  # called several times in a pass of ranks on different paths
+        self.forward: Walk | None = None
+        self.backward: Walk | None = None
+        self.grad_pass = False
+        self.keeping = False  # full values stay for the next micro-batch (fs.accumulate)
+        self._releasing = True  # this pass lets units go after their forward
+        self._fresh: set[int] = set()  # gathered in this pass, or kept full and still valid
+        self._ahead: int | None = None  # the unit asked for ahead of its need
+        self._not_in_backward: set[int] | None = None  # frozen units that no rank's backward needed
+        self._began_backward: set[int] = set()
+
+    # ---- one unit
+
+    def need(self, unit: LiveUnit) -> None:
+        """Make a unit full, passing the order up to it, and ask for the next one."""
+        walk = self.forward if current_task() == NO_TASK else self.backward
+        if walk is None or unit.whole:
+            if unit.depth == 0:
+                unit.issue()  # outside any pass: every rank is taken to make the same call
+        elif unit.state is State.AT_REST or (walk is self.forward and unit.index not in self._fresh):
+            self._ahead = None
+            if self.order is None:
+                self._roll_call(unit.index)
+            else:
+                self._pass_up_to(unit, walk)
+        elif unit.index == self._ahead:
+            self._ahead = None
+        unit.ready()
+        if walk is not None and self._ahead is None and self._options.prefetch and walk.next() is not None:
+            self._ahead, repeated = walk.take()
+            self._take_part(self.units[self._ahead], repeated)
+
+    def _pass_up_to(self, unit: LiveUnit, walk: Walk) -> None:
+        passed = walk.up_to(unit.index)
+        if passed is None:
+            unit.issue()  # a call more than the order knows: every rank is taken to make it
+            return
+        for index, repeated in passed:
+            self._take_part(self.units[index], repeated)
+
+    def _take_part(self, unit: LiveUnit, repeated: bool) -> None:
+        unit.claims += 1
+        releasing = self._releasing and self.backward is None
+        if repeated or (unit.index in self._fresh and not releasing):
+            return
+        unit.issue()
+        self._fresh.add(unit.index)
+
+    def leave(self, unit: LiveUnit, hooked: bool) -> None:
+        """A unit's forward is over: let go what neither backward nor a next call wants."""
+        if unit.depth or unit.claims:
+            return
+        walk = self.forward
+        if walk is None:
+            releasing = self._options.releases_after_forward or not hooked
+        else:
+            releasing = self._releasing and walk.next() != unit.index
+        if releasing and unit.index not in self._sticky:
+            unit.release()
+            for inner in unit.inner:
+                inner.release()  # skipped on this rank: nobody can call it any more
+
+    # ---- a forward pass
+
+    def begin_pass(self, still_valid: bool) -> None:
+        if not still_valid:
+            self._fresh.clear()
+        self.forward, self._ahead = Walk(self.order or ()), None
+        self.grad_pass = torch.is_grad_enabled()
+        self._releasing = self._options.releases_after_forward or not self.grad_pass
+        for unit in self.units:
+            unit.pending = 0  # a forward that never saw its backward does not hold this one up
+
+    def end_pass(self, keep: bool) -> None:
+        """`keep`: a backward may follow. Units the walk still lists are somebody else's: take part."""
+        walk, self.forward, self._ahead = self.forward, None, None
+        if self.order is None:
+            self._roll_call(_DONE)
+            self._settle()
+        elif walk is not None:
+            for index, repeated in walk.remaining():
+                self._take_part(self.units[index], repeated)
+                if self._releasing:
+                    self.units[index].release()
+        for unit in self.units:
+            if not keep or (self._releasing and unit is not self.root):
+                unit.release()
+            unit.claims = 0
+
+    def _roll_call(self, wish: int) -> None:
+        """First pass: every rank says what it needs, all gather it. Right whatever path a rank takes."""
+        while True:
+            wishes = self._comm.tell(wish)
+            for path, asked in zip(self._paths, wishes, strict=True):
+                if asked != _DONE:
+                    path.append(asked)
+            for index in sorted({w for w in wishes if w != _DONE}):
+                unit = self.units[index]
+                unit.issue()
+                unit.ready()
+                self._fresh.add(index)
+                if index != wish and unit is not self.root and self._releasing:
+                    unit.release()
+            if wish != _DONE or all(w == _DONE for w in wishes):
+                return
+
+    def _settle(self) -> list[int]:
+        parents = [0] * len(self.units)
+        for outer in self.units:  # outer units come first: the innermost has the last word
+            for inner in outer.inner:
+                parents[inner.index] = outer.index
+        self.order = settle(self._paths, parents)
+        self.diverges = not one_path(self._paths)
+        if self.diverges:
+            self._sticky = {u for path in self._paths for u in path if path.count(u) > 1}
+        return self.order
+
+    # ---- a backward
+
+    def begin_backward(self) -> list[int]:
+        """Returns the order in which units are gathered in forward."""
+        order = self.order or self._settle()
+        kept = {unit.index for unit in self.units if unit.state is not State.AT_REST}
+        self._fresh = {0} if self._options.releases_after_forward else kept
+        inside = [{inner.index for inner in unit.inner} for unit in self.units]
+        self.backward = Walk(backward_order(order, inside, self._not_in_backward or set()))
+        self._ahead = None
+        self.root.ready()  # an evaluation between forward and backward may have let it go
+        return order
+
+    def began(self, unit: LiveUnit) -> None:
+        self._began_backward.add(unit.index)
+
+    def pass_backward_to(self, index: int) -> None:
+        """This rank skipped a unit and is about to send zeros for it: take part in its gather first."""
+        if self.backward is not None:
+            for passed, repeated in self.backward.up_to(index) or ():
+                self._take_part(self.units[passed], repeated)
+
+    def pass_rest_of_backward(self) -> None:
+        if self.backward is not None:
+            for index, repeated in self.backward.remaining():
+                self._take_part(self.units[index], repeated)
+
+    def end_backward(self) -> None:
+        for unit in self.units:
+            if not self.keeping:
+                unit.release()
+            unit.forget()
+        self.backward = None
+        self._learn_backward()
+
+    def _learn_backward(self) -> None:
+        """Frozen units that no rank needed in the first backward are left out of the next ones."""
+        if self._not_in_backward is not None or self._options.whole_at_rest:
+            return
+        frozen = [u.index for u in self.units if not any(any(lane.trainable) for lane in u.lanes)]
+        needs = self._comm.tell_many([int(i in self._began_backward) for i in frozen]) if frozen else None
+        needed = needs.amax(0).tolist() if needs is not None else []
+        self._not_in_backward = {i for i, need in zip(frozen, needed, strict=True) if not need}
+
+    def trainability_changed(self) -> None:
+        self._not_in_backward = None
+
+    def recover(self) -> None:
+        """A backward that raised left its marks: forget it."""
+        self.backward = None
+        for unit in self.units:
+            unit.depth = 0
+            unit.calls.clear()
+            unit.forget()
+            unit.release()
+        self._fresh.clear()

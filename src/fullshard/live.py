@@ -1,0 +1,106 @@
+"""One unit while the model lives.
+
+AT_REST --issue--> GATHERING --ready--> FULL --release--> AT_REST
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.shards import Lane, Slots
+
+NO_TASK = -1
+
+
+class State(Enum):
+    AT_REST = "at rest"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+class LiveUnit:
+    """A unit's state, lanes and places. Gather and release touch one storage a lane, no parameter."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        modules: Sequence[nn.Module],
+        lanes: Sequence[Lane],
+        slots: Slots,
+        sites: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        self.index, self.name = index, name
+        self.modules, self.lanes, self.slots = tuple(modules), list(lanes), slots
+        self.sites = list(sites)  # every (module, attribute) that shows one of its parameters
+        self.inner: list[LiveUnit] = []  # units inside this one's module
+        self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
+        self.releasable = bool(self.storages)
+        self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
+        self.state = State.AT_REST
+        self.whole = False  # inside fs.full: its parameters hold whole values
+        self.depth = 0  # forwards of it that are running
+        self.claims = 0  # entries of the walk that were passed for it and not used yet
+        self.calls: list[torch.autograd.graph.Node | None] = []  # input nodes of the running forwards
+        self.entry_failed = False
+        self.called = False  # by a forward whose backward is not over
+        self.pending = 0  # such calls whose input node has not come up yet
+        self.task = NO_TASK  # graph task in which its backward began
+
+    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.duplicate(memo)[id(self)]
+
+    def issue(self) -> None:
+        """Start the gather of every lane."""
+        if self.state is State.GATHERING:
+            self.ready()
+        for lane in self.lanes:
+            lane.gather()
+        self.state = State.GATHERING
+
+    def ready(self) -> None:
+        """Full when this returns."""
+        if self.state is State.FULL:
+            return
+        if self.state is State.AT_REST:
+            self.issue()
+        for lane in self.lanes:
+            lane.wait()
+        self.state = State.FULL
+
+    def release(self) -> None:
+        self.claims = 0
+        if self.state is State.AT_REST or self.depth or not self.releasable:
+            return
+        if self.state is State.GATHERING:
+            self.ready()
+        for lane in self.lanes:
+            lane.release()
+        self.state = State.AT_REST
+
+    def enter(self) -> None:
+        """A forward begins: modules show full parameters."""
+        if self.depth == 0:
+            self.slots.show_full()
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.slots.show_resting()
+
+    def gradients_to_come(self) -> bool:
+        """It trains, and not one of its gradients has arrived."""
+        training = [c for lane in self.lanes for c in lane.computing if c.requires_grad]
+        return bool(training) and all(c.grad is None for c in training)
+
+    def forget(self) -> None:
+        """Its backward is over, or given up."""
+        self.called, self.pending, self.claims, self.task = False, 0, 0, NO_TASK
