@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from fullshard import records as module
+from fullshard import record_files as module
 from fullshard.records import RING, SETTLED_S, Place, Records
 
 pytestmark = pytest.mark.timeout(30)
@@ -383,7 +383,7 @@ def test_noise_after_a_right_header_raises_nothing(make: Make, tmp_path: Path) -
         noise = bytearray(os.urandom(len(header)))
         noise[:64] = header[:64]
         if seed % 2:  # keep the channels' names too, so that the rings are read
-            noise[: module._CHANNELS_OFFSET] = header[: module._CHANNELS_OFFSET]
+            noise[: module.CHANNELS_OFFSET] = header[: module.CHANNELS_OFFSET]
         file_of(tmp_path, 1).write_bytes(noise)
         mine.places(), mine.disagreement("gather"), mine.verdict("gather", number)
 
@@ -411,10 +411,10 @@ def test_a_writer_killed_half_way_leaves_its_previous_place_whole(make: Make, tm
     mine, other = make(0, 2), make(1, 2)
     other.begin("gather", "forward", "a", 1)
     with open(file_of(tmp_path, 1), "r+b", buffering=0) as file:
-        file.seek(module._SEQUENCE_OFFSET + 8 + 2 * module._EVENT.size)
+        file.seek(module.SEQUENCE_OFFSET + 8 + 2 * module.EVENT.size)
         file.write(struct.pack("=qqq", 2, 1, 99))  # the start of event 2; event 1 is the last published
         assert (place(mine, 1).number, place(mine, 1).unit) == (1, "a")
-        file.seek(module._SEQUENCE_OFFSET)
+        file.seek(module.SEQUENCE_OFFSET)
         file.write(struct.pack("=q", 2))  # published though torn, as weakly ordered memory may show it
         assert mine.places()[1] is None
 

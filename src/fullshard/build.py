@@ -58,7 +58,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime.copier = duplicate
     runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
     surface.attach(runtime, model)
-    _attach_state(runtime)
+    _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
 
@@ -119,10 +119,10 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
     for lane, (_, members) in zip(lanes, planned, strict=True):
         for member, computing in zip(members, lane.computing, strict=True):
             for module, attribute in member.sites:
-                slots.add(module._parameters, attribute, member.parameter, computing)
+                slots.add(module._parameters, attribute, member.parameter, computing, member.name)
                 sites.append((module, attribute))
             for reference in member.references:
-                slots.add(reference.container, reference.key, member.parameter, computing)
+                slots.add(reference.container, reference.key, member.parameter, computing, member.name)
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites)
 
 
@@ -141,12 +141,12 @@ def _nest(units: list[LiveUnit]) -> None:
         unit.inner = [u for u in units[1:] if u is not unit and id(u.modules[0]) in inside]
 
 
-def _attach_state(runtime: Runtime) -> None:
+def _attach_state(runtime: Runtime, model: nn.Module) -> None:
     places: dict[nn.Module, dict[str, tuple[Lane, int]]] = {}
     for unit in runtime.units:
         index = {id(p): (lane, i) for lane in unit.lanes for i, p in enumerate(lane.parameters)}
         for module, attribute in unit.sites:
             parameter = module._parameters[attribute]
             places.setdefault(module, {})[attribute] = index[id(parameter)]
-    for module, held in places.items():
-        attach_state(module, held)
+    for module in model.modules():
+        attach_state(module, places.get(module, {}))

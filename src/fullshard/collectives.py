@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore as _HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
+from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
 from fullshard.world import Launch, launch, return_memory_to_system
 
@@ -273,7 +274,9 @@ class Comm:
             dist.broadcast_object_list(token, src=self._source, group=self._control_group)
         # Memory, where there is such a folder: written pages of a disk could stall the hot path.
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        folder = os.path.join(memory, f"fullshard-{os.getuid()}-{token[0]}")
+        prefix = f"fullshard-{os.getuid()}-"
+        remove_abandoned(memory, prefix)
+        folder = os.path.join(memory, prefix + token[0])
         os.makedirs(folder, mode=0o700, exist_ok=True)
         records = Records(folder, self.members.index(self.world_rank), self.all_ranks)
         place = self.members.index

@@ -18,7 +18,7 @@ from fullshard.live import LiveUnit
 from fullshard.references import find_references
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane, Slots
-from fullshard.surface import StandIn, guard
+from fullshard.surface import StandIn
 
 
 def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
@@ -35,11 +35,12 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     for unit, old in zip(units, runtime.units, strict=True):
         unit.inner = [units[inner.index] for inner in old.inner]
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
-    twin.plan, twin.copier = runtime.plan, runtime.copier
+    twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
     order = runtime.gathering.order
     twin.gathering.order = None if order is None else list(order)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
     twin.unfinished = partial(_finish, twin)
+    twin.guard(twin)
     optimizers.own(twin)
     return twin
 
@@ -49,8 +50,6 @@ def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.whole_at_rest)
     twin.rest.copy_(lane.rest)
     twin.show_resting()
-    for parameter, piece in zip(parameters, lane.layout.pieces, strict=True):
-        guard(parameter, lane.unit, piece.name)
     return twin
 
 
@@ -69,7 +68,9 @@ def _finish(runtime: Runtime) -> None:
     references = find_references(runtime.root.modules[0])
     for unit in runtime.units:
         computing = {
-            id(p): (p, c) for lane in unit.lanes for p, c in zip(lane.parameters, lane.computing, strict=True)
+            id(p): (p, c, piece.name)
+            for lane in unit.lanes
+            for p, c, piece in zip(lane.parameters, lane.computing, lane.layout.pieces, strict=True)
         }
         for module, attribute in unit.sites:
             resting = module._parameters[attribute]
@@ -77,6 +78,6 @@ def _finish(runtime: Runtime) -> None:
             stand_in = module.__dict__.get("forward")
             if isinstance(stand_in, StandIn) and not unit.slots.stands_in(stand_in):
                 unit.slots.add_forward(module, stand_in)
-        for resting, twin in computing.values():
-            for reference in references.get(id(resting), ()):
-                unit.slots.add(reference.container, reference.key, resting, twin)
+        for key, known in computing.items():
+            for reference in references.get(key, ()):
+                unit.slots.add(reference.container, reference.key, *known)

@@ -14,6 +14,10 @@ def speak_as(rank: int) -> None:
     _speaker = rank
 
 
+def unit_label(name: str) -> str:
+    return f"unit {name!r}" if name else "the root unit"
+
+
 class FullshardError(RuntimeError):
     """The family: everything fullshard raises on purpose derives from it."""
 

@@ -119,6 +119,12 @@ class Gathering:
                 unit.release()
             unit.claims = 0
 
+    def abandon_pass(self) -> None:
+        """The root's forward was refused before it began."""
+        self.forward = self._ahead = None
+        for unit in self.units:
+            unit.release()
+
     def _roll_call(self, wish: int) -> None:
         """First pass: every rank says what it needs, all gather it. Right whatever path a rank takes."""
         while True:

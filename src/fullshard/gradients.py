@@ -14,10 +14,33 @@ import torch
 from torch.utils import _foreach_utils
 
 from fullshard.collectives import Comm
-from fullshard.errors import GradientError
+from fullshard.errors import GradientError, StateError
 from fullshard.piecewise import ABOUT, ELEMENT_WISE, KNOWN, RESHAPES
 
 _plainly = torch._C.DisableTorchFunctionSubclass
+
+
+class Holder:
+    """What the gradients of one lane have in common."""
+
+    any_postponed = False  # some holder of this process may be: the only thing the hot path looks at
+
+    def __init__(self) -> None:
+        self._postponed = False
+        self.zeroed = False  # the user zeroed them while they were postponed
+
+    @property
+    def postponed(self) -> bool:
+        """fs.accumulate: the values are elsewhere, this is a token."""
+        return self._postponed
+
+    @postponed.setter
+    def postponed(self, value: bool) -> None:
+        self._postponed = value
+        Holder.any_postponed = Holder.any_postponed or value
+
+
+_SETTLED = Holder()
 
 
 class GradShard(torch.Tensor):
@@ -31,10 +54,14 @@ class GradShard(torch.Tensor):
     part: torch.Tensor
     whole: bool
 
+    holder: Holder
+
     @staticmethod
-    def make(values: torch.Tensor, comm: Comm, part: torch.Tensor | None = None) -> GradShard:
+    def make(
+        values: torch.Tensor, comm: Comm, part: torch.Tensor | None = None, holder: Holder | None = None
+    ) -> GradShard:
         gradient = values.as_subclass(GradShard)
-        gradient.comm = comm
+        gradient.comm, gradient.holder = comm, holder or _SETTLED
         gradient.whole = part is not None
         gradient.part = values if part is None else part
         return gradient
@@ -44,6 +71,8 @@ class GradShard(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if Holder.any_postponed:
+            _refuse_postponed(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -82,6 +111,20 @@ def _gradients(*places: Iterable[Any]) -> list[GradShard]:
             elif isinstance(arg, list | tuple):
                 found.extend(a for a in arg if isinstance(a, GradShard))
     return found
+
+
+def _refuse_postponed(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    name = _name(func)
+    if name in ("__get__", "__set__", "__repr__", "requires_grad_", "detach_"):
+        return
+    for gradient in _gradients(args, kwargs.values()):
+        if gradient.holder.postponed:
+            if name not in ("zero_", "_foreach_zero_"):
+                raise StateError(
+                    f"{name!r} on a gradient that fs.accumulate has postponed",
+                    "Run the last micro-batch outside `with fs.accumulate(model):`, then read p.grad.",
+                )
+            gradient.holder.zeroed = True
 
 
 def _all_whole(args: Any, kwargs: Any) -> bool:
@@ -229,9 +272,24 @@ def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     said = dict(zip(["self", "ord", "dtype"], args, strict=False)) | kwargs
     tensors = said.get("self", said.get("tensors"))
     if not all(isinstance(t, GradShard) for t in tensors):
+        # A tensor that the user assigned to the p.grad of a sharded parameter is a shard too.
+        tensors = [t if isinstance(t, GradShard) else _labelled(t) for t in tensors]
         return [torch.linalg.vector_norm(t, said.get("ord", 2), dtype=said.get("dtype")) for t in tensors]
     with _plainly():
         return _local_norms(tensors, _order(said.get("ord", 2)), said.get("dtype"))
+
+
+def _nobody(_: torch.Tensor) -> Comm | None:
+    return None
+
+
+# Set by `optimizers`: the ranks that share the parameter whose .grad this is.
+owners_comm: Callable[[torch.Tensor], Comm | None] = _nobody
+
+
+def _labelled(gradient: torch.Tensor) -> torch.Tensor:
+    comm = owners_comm(gradient)
+    return gradient if comm is None else GradShard.make(gradient, comm)
 
 
 # ---- other reductions of a whole gradient
@@ -250,8 +308,10 @@ def _reduction(combine: str) -> Callable[..., Any]:
         if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
             return _refuse(func, args, kwargs)
         with _plainly():
-            values = gradient.part if gradient.numel() else _neutral(combine, gradient)
-            out = func(values, **options)
+            if _name(func) in ("any", "all") and not gradient.numel():
+                out = torch.tensor(_name(func) == "all", device=gradient.device)
+            else:
+                out = func(gradient.part if gradient.numel() else _neutral(combine, gradient), **options)
             flags = out.dtype is torch.bool
             local = out.to(torch.uint8) if flags else out.clone()
             total: torch.Tensor = getattr(gradient.comm, f"{combine}_shards")(local)

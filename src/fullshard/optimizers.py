@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard import gradients
+from fullshard.collectives import Comm
 from fullshard.errors import OptimizerError, StateError
 from fullshard.runtime import Runtime
 
@@ -40,6 +42,17 @@ def _forget(ids: list[int]) -> None:
 def owner(parameter: torch.Tensor) -> Runtime | None:
     reference = _owners.get(id(parameter))
     return reference() if reference is not None else None
+
+
+def _comm_of_gradient(gradient: torch.Tensor) -> Comm | None:
+    """The ranks that share the parameter whose .grad this is; None for a parameter that is not sharded."""
+    for runtime in {r for reference in _owners.values() if (r := reference()) is not None}:
+        if not runtime.options.whole_at_rest and any(p.grad is gradient for p in runtime.parameters):
+            return runtime.comm
+    return None
+
+
+gradients.owners_comm = _comm_of_gradient
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -22,256 +22,48 @@ Nothing here raises about another rank's file: what cannot be read is "not known
 from __future__ import annotations
 
 import atexit
-import hashlib
 import mmap
 import os
 import struct
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-SETTLED_S = 2.0  # a mutual wait is reported only after both sides have stood still this long
-RING = 64  # operations remembered per channel; a power of two
-MAX_CHANNELS = 32
-
-_MAGIC = b"FSREC-01"
-_HEADER = struct.Struct("=8sQqqqqq")
-_LEFT_WORD = 6
-_SEQUENCE_OFFSET = 64
-# Sixteen events, not one behind a lock: the event a reader copies is not overwritten before 15 more are
-# published, so a reader never starves, and a writer that is killed half-way leaves the previous one whole.
-_EVENTS = 16
-_EVENT = struct.Struct("=qqq24sqqq")  # sequence, waiting, number, label, step, time_ns, sequence
-_NAMES_OFFSET = _SEQUENCE_OFFSET + 8 + _EVENTS * _EVENT.size
-_NAME_SIZE = 32
-_CHANNELS_OFFSET = _NAMES_OFFSET + MAX_CHANNELS * _NAME_SIZE
-_WORD = struct.Struct("=q")
-_LABEL = struct.Struct("=qqQ")  # channel index, offset of the text, hash of the text
-_ENTRY = struct.Struct("=q24sqqq")  # number, label, step, ended, number
-_ENDED_WORD = 5  # of an entry
-_LABELS_SIZE = 256 * 1024  # about 5000 labels; a later label keeps its hash, so it is still compared
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is, or was last. `number` 0: it has not begun any operation."""
-
-    rank: int
-    number: int
-    channel: str
-    phase: str
-    unit: str
-    step: int
-    waiting: bool
-    since_s: float
-    alive: bool
-    left: bool = False  # it closed its record: it takes part in no more operations
-
-    @property
-    def operation(self) -> str:
-        unit = f"unit '{self.unit}'" if self.unit else "the root unit"
-        return f"{self.channel} of {unit} ({self.phase}, step {self.step}, operation {self.number})"
-
-    def __str__(self) -> str:
-        last = f"last was {self.operation}" if self.number else "it had not begun any operation"
-        if not self.alive:
-            return f"rank {self.rank}: process has exited; {last}"
-        if self.left:
-            return f"rank {self.rank}: has left the run {self.since_s:.1f} s ago; {last}"
-        if self.waiting:
-            return f"rank {self.rank}: waiting in {self.operation} for {self.since_s:.1f} s"
-        return f"rank {self.rank}: outside any operation for {self.since_s:.1f} s; {last}"
-
-
-class _Entry(
-    NamedTuple
-):  # one operation in a ring; a tuple, for a frozen dataclass takes thrice as long to make
-    number: int
-    label: bytes
-    step: int
-    ended: bool
+from fullshard.record_files import (
+    ENDED_WORD,
+    ENTRY,
+    EVENT,
+    EVENTS,
+    HEADER,
+    LABEL,
+    LABELS_SIZE,
+    LEFT_WORD,
+    MAGIC,
+    MAX_CHANNELS,
+    NAME_SIZE,
+    NAMES_OFFSET,
+    RING,
+    SEQUENCE_OFFSET,
+    SETTLED_S,
+    Peer,
+    Place,
+    channel_offset,
+    digest,
+    host,
+    labels_offset,
+    mask_size,
+    path,
+    start_time,
+)
 
 
 @dataclass
-class _Channel:  # this rank's side of a channel
+class Channel:  # this rank's side of a channel
     index: int
     ring_offset: int
     others: set[int]  # the other ranks that take part
     number: int = 0
     recent: list[tuple[bytes, int]] = field(default_factory=lambda: [(b"", 0)] * RING)
-
-
-def _path(directory: str, rank: int) -> str:
-    return os.path.join(directory, f"rank-{rank}.record")
-
-
-def _mask_size(ranks: int) -> int:
-    return (ranks + 63) // 64 * 8
-
-
-def _channel_offset(index: int, ranks: int) -> int:
-    return _CHANNELS_OFFSET + index * (_mask_size(ranks) + RING * _ENTRY.size)
-
-
-def _labels_offset(ranks: int) -> int:
-    return _channel_offset(MAX_CHANNELS, ranks)
-
-
-def _hash(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-@cache
-def _host() -> int:
-    """This boot of this host and its pids: anywhere else neither pids nor the clock can be compared."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return _hash(file.read() + os.readlink("/proc/self/ns/pid").encode())
-    except OSError:
-        return _hash(os.uname().nodename.encode())
-
-
-def _start_time(pid: int) -> int | None:
-    """When the process began, in clock ticks; None: it is gone or a zombie; 0: this system does not say."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            after_name = file.read().rpartition(b")")[2].split()  # the name may hold spaces and brackets
-        return None if after_name[0] in (b"Z", b"X") else int(after_name[19])
-    except (FileNotFoundError, ProcessLookupError):
-        if os.path.exists("/proc/self/stat"):
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    return 0
-
-
-class _Peer:
-    """Reads one rank's file. By pread, not by mapping: reading a mapped file that was cut short kills."""
-
-    def __init__(self, file: int, rank: int, ranks: int) -> None:
-        self._file, self._rank, self._ranks = file, rank, ranks
-        self.inode = os.fstat(file).st_ino
-        self._channels: dict[str, tuple[int, int]] = {}  # name: ring offset, mask of members
-        self._texts: dict[bytes, tuple[str, str, str]] = {}
-
-    @classmethod
-    def open(cls, directory: str, rank: int, ranks: int) -> _Peer | None:
-        try:
-            return cls(os.open(_path(directory, rank), os.O_RDONLY | os.O_CLOEXEC), rank, ranks)
-        except OSError:
-            return None
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _read(self, offset: int, size: int) -> bytes | None:
-        try:
-            data = os.pread(self._file, size, offset)
-        except (OSError, ValueError, OverflowError):
-            return None
-        return data if len(data) == size else None
-
-    def place(self) -> Place | None:
-        for _ in range(100):
-            data, again = self._read(0, _NAMES_OFFSET), self._read(_SEQUENCE_OFFSET, 8)
-            if data is None or again is None:
-                return None
-            magic, host, pid, start, rank, ranks, left_ns = _HEADER.unpack_from(data)
-            if (magic, host, rank, ranks) != (_MAGIC, _host(), self._rank, self._ranks):
-                return None
-            (sequence,), (now,) = _WORD.unpack_from(data, _SEQUENCE_OFFSET), _WORD.unpack(again)
-            slot = _SEQUENCE_OFFSET + 8 + (sequence & (_EVENTS - 1)) * _EVENT.size
-            first, waiting, number, label, step, time_ns, last = _EVENT.unpack_from(data, slot)
-            if first == last == sequence and now - sequence < _EVENTS - 1:
-                break
-        else:
-            return None
-        try:
-            alive = pid > 0 and _start_time(pid) == start
-        except (OSError, OverflowError):
-            alive = True  # could not look, for instance no file descriptor left: do not cry wolf
-        channel, phase, unit = self._text(label) if number else ("", "", "")
-        since_s = max(0, time.monotonic_ns() - (left_ns or time_ns)) / 1e9
-        return Place(
-            rank,
-            number,
-            channel,
-            phase,
-            unit,
-            step,
-            bool(waiting and not left_ns),
-            since_s,
-            alive,
-            left_ns != 0,
-        )
-
-    def place_in(self, entry: _Entry) -> Place | None:
-        """The rank's place, told for one of its operations."""
-        now, (channel, phase, unit) = self.place(), self._text(entry.label)
-        if now is None or (now.channel, now.number) == (channel, entry.number):
-            return now
-        there = replace(now, channel=channel, phase=phase, unit=unit, waiting=False)
-        return replace(there, number=entry.number, step=entry.step)
-
-    def agrees(self, channel: str, number: int, label_hash: bytes) -> bool:
-        """Whether the rank began this very operation: the short way, one read. No says nothing."""
-        found = self._channels.get(channel)
-        data = self._read(found[0] + (number & (RING - 1)) * _ENTRY.size, _ENTRY.size) if found else None
-        if data is None:
-            return False
-        first, label, _, _, last = _ENTRY.unpack(data)
-        return bool(first == last == number and label[16:] == label_hash)
-
-    def entry(self, channel: str, number: int) -> _Entry | None:
-        """What the ring holds where `number` belongs: an older number says that it has not begun, a newer
-        one that it has. None: not known."""
-        found = self._channel(channel)
-        if found is None:
-            return _Entry(0, b"", 0, False)
-        for _ in range(100):
-            data = self._read(offset := found[0] + (number & (RING - 1)) * _ENTRY.size, _ENTRY.size)
-            if data is None:
-                return None
-            first, label, step, ended, last = _ENTRY.unpack(data)
-            if first == last and data == self._read(offset, _ENTRY.size):  # twice the same: not torn
-                return _Entry(first, label, step, bool(ended))
-        return None
-
-    def has_member(self, channel: str, rank: int) -> bool:
-        found = self._channel(channel)
-        return found is not None and bool(found[1] >> rank & 1)
-
-    def _channel(self, channel: str) -> tuple[int, int] | None:
-        if (found := self._channels.get(channel)) is None:
-            names, mask_size = self._names(), _mask_size(self._ranks)
-            if channel in names:
-                offset = _channel_offset(names.index(channel), self._ranks)
-                mask = int.from_bytes(self._read(offset, mask_size) or b"", "little")
-                self._channels[channel] = found = offset + mask_size, mask
-        return found
-
-    def _names(self) -> list[str]:
-        data = self._read(_NAMES_OFFSET, MAX_CHANNELS * _NAME_SIZE) or b""
-        names = (data[start : start + _NAME_SIZE] for start in range(0, len(data), _NAME_SIZE))
-        return [name.rstrip(b"\0").decode(errors="replace") for name in names]
-
-    def _text(self, label: bytes) -> tuple[str, str, str]:
-        if label not in self._texts:
-            index, offset, expected = _LABEL.unpack(label)
-            start = _labels_offset(self._ranks) + offset
-            size = self._read(start, 2) if offset > 0 else None
-            text = self._read(start + 2, int.from_bytes(size, sys.byteorder)) if size else None
-            parts = text.decode(errors="replace").split("\0", 2) if text and _hash(text) == expected else []
-            if len(parts) != 3:  # no room in the table, or garbage: the channel is still worth telling
-                names = self._names()
-                return names[index] if 0 <= index < len(names) else "?", "?", "?"
-            self._texts[label] = parts[0], parts[1], parts[2]
-        return self._texts[label]
 
 
 class Records:
@@ -281,28 +73,28 @@ class Records:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks} ranks")
         self.rank, self.ranks, self._directory = rank, ranks, directory
-        self._path, self._pid = _path(directory, rank), os.getpid()
-        self._channels: dict[str, _Channel] = {}
-        self._labels: dict[tuple[str, str, str], tuple[_Channel, bytes]] = {}
+        self._path, self._pid = path(directory, rank), os.getpid()
+        self._channels: dict[str, Channel] = {}
+        self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}
         self._sequence, self._waiting, self._closed = 0, False, False
         self._created_ns = time.monotonic_ns()
         self._map = self._create()
         self._words = memoryview(self._map).cast("q")
-        self._labels_end = _labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
-        self._peers: dict[int, _Peer] = {}  # those whose files are open
+        self._labels_end = labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
+        self._peers: dict[int, Peer] = {}  # those whose files are open
         self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
         self._met = False
         atexit.register(self.close)
 
     def _create(self) -> mmap.mmap:
-        size_bytes = _labels_offset(self.ranks) + _LABELS_SIZE
+        size_bytes = labels_offset(self.ranks) + LABELS_SIZE
         new = f"{self._path}.{self._pid}"
-        started = _start_time(self._pid) or 0
-        header = _HEADER.pack(_MAGIC, _host(), self._pid, started, self.rank, self.ranks, 0)
-        event = _EVENT.pack(0, 0, 0, bytes(24), 0, self._created_ns, 0)
+        started = start_time(self._pid) or 0
+        header = HEADER.pack(MAGIC, host(), self._pid, started, self.rank, self.ranks, 0)
+        event = EVENT.pack(0, 0, 0, bytes(24), 0, self._created_ns, 0)
         with open(new, "w+b") as file:
             # Zeros, not a hole in the file: a full disk is an error here, not a SIGBUS in the hot path.
-            file.write((header.ljust(_SEQUENCE_OFFSET + 8, b"\0") + event).ljust(size_bytes, b"\0"))
+            file.write((header.ljust(SEQUENCE_OFFSET + 8, b"\0") + event).ljust(size_bytes, b"\0"))
             file.flush()
             mapped = mmap.mmap(file.fileno(), size_bytes)
             self._inode = os.fstat(file.fileno()).st_ino
@@ -324,7 +116,7 @@ class Records:
         state.number = number = state.number + 1
         slot = number & (RING - 1)
         state.recent[slot] = (label, step)
-        _ENTRY.pack_into(self._map, state.ring_offset + slot * _ENTRY.size, number, label, step, 0, number)
+        ENTRY.pack_into(self._map, state.ring_offset + slot * ENTRY.size, number, label, step, 0, number)
         if not self._waiting:  # a begin from another thread must not hide that this rank is blocked
             self._event(0, number, label, step)
         return number
@@ -337,7 +129,7 @@ class Records:
             raise ValueError(f"operation {number} of '{channel}' has not begun on rank {self.rank}")
         if number > state.number - RING:
             slot = number & (RING - 1)
-            self._words[(state.ring_offset + slot * _ENTRY.size) // 8 + _ENDED_WORD] = 1
+            self._words[(state.ring_offset + slot * ENTRY.size) // 8 + ENDED_WORD] = 1
             if not self._waiting:
                 label, step = state.recent[slot]
                 self._event(0, number, label, step)
@@ -348,7 +140,7 @@ class Records:
         if state.number - RING < number <= state.number:
             label, step = state.recent[number & (RING - 1)]
         else:
-            label, step = _LABEL.pack(state.index, 0, 0), -1
+            label, step = LABEL.pack(state.index, 0, 0), -1
         self._waiting = True
         self._waits_for = (number, label, step)
         self._event(1, number, label, step)
@@ -366,29 +158,29 @@ class Records:
 
     def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
         self._sequence = sequence = self._sequence + 1
-        _EVENT.pack_into(
+        EVENT.pack_into(
             self._map,
-            _SEQUENCE_OFFSET + 8 + (sequence & (_EVENTS - 1)) * _EVENT.size,
+            SEQUENCE_OFFSET + 8 + (sequence & (EVENTS - 1)) * EVENT.size,
             sequence, waiting, number, label, step, time.monotonic_ns(), sequence,
         )  # fmt: skip
         # One aligned 8-byte store; pack_into would first fill with zeros and show them to readers.
-        self._words[_SEQUENCE_OFFSET // 8] = sequence
+        self._words[SEQUENCE_OFFSET // 8] = sequence
 
-    def _add_channel(self, channel: str, members: Sequence[int]) -> _Channel:
-        index, name = len(self._channels), channel.encode().ljust(_NAME_SIZE, b"\0")
-        if index == MAX_CHANNELS or len(name) > _NAME_SIZE or not channel:
-            limits = f"at most {MAX_CHANNELS}, with names of 1 to {_NAME_SIZE} bytes"
+    def _add_channel(self, channel: str, members: Sequence[int]) -> Channel:
+        index, name = len(self._channels), channel.encode().ljust(NAME_SIZE, b"\0")
+        if index == MAX_CHANNELS or len(name) > NAME_SIZE or not channel:
+            limits = f"at most {MAX_CHANNELS}, with names of 1 to {NAME_SIZE} bytes"
             raise ValueError(f"cannot add channel '{channel}': {limits}")
-        offset, mask_size = _channel_offset(index, self.ranks), _mask_size(self.ranks)
+        offset, width = channel_offset(index, self.ranks), mask_size(self.ranks)
         mask = sum(1 << member for member in members)
-        self._map[offset : offset + mask_size] = mask.to_bytes(mask_size, "little")
-        start = _NAMES_OFFSET + index * _NAME_SIZE
-        self._map[start : start + _NAME_SIZE] = name  # last: a channel without a name does not exist
+        self._map[offset : offset + width] = mask.to_bytes(width, "little")
+        start = NAMES_OFFSET + index * NAME_SIZE
+        self._map[start : start + NAME_SIZE] = name  # last: a channel without a name does not exist
         others = set(members) - {self.rank}
-        self._channels[channel] = state = _Channel(index, offset + mask_size, others)
+        self._channels[channel] = state = Channel(index, offset + width, others)
         return state
 
-    def _add_label(self, channel: str, phase: str, unit: str) -> tuple[_Channel, bytes]:
+    def _add_label(self, channel: str, phase: str, unit: str) -> tuple[Channel, bytes]:
         state = self._channels.get(channel) or self._add_channel(channel, range(self.ranks))
         text = "\0".join((channel, phase, unit)).encode("utf-8", "backslashreplace")
         start, stop = self._labels_end, self._labels_end + 2 + len(text)
@@ -396,7 +188,7 @@ class Records:
         if room:
             self._map[start:stop] = struct.pack("=H", len(text)) + text
             self._labels_end = stop
-        label = _LABEL.pack(state.index, start - _labels_offset(self.ranks) if room else 0, _hash(text))
+        label = LABEL.pack(state.index, start - labels_offset(self.ranks) if room else 0, digest(text))
         self._labels[channel, phase, unit] = state, label
         return state, label
 
@@ -410,7 +202,7 @@ class Records:
         if self._closed or (place and place.alive and not place.left):
             return place
         # Absent or gone: look again by name, the rank may have (re)started since.
-        found = _Peer.open(self._directory, rank, self.ranks)
+        found = Peer.open(self._directory, rank, self.ranks)
         if found is None:
             return place
         new = found.place()
@@ -537,7 +329,7 @@ class Records:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._words[_LEFT_WORD] = time.monotonic_ns()
+        self._words[LEFT_WORD] = time.monotonic_ns()
         self._words.release()
         self._map.close()
         for peer in self._peers.values():

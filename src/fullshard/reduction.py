@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.collectives import Comm, Operation
-from fullshard.errors import GradientError, StateError
+from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.layout import Piece
 from fullshard.options import Options
 from fullshard.shards import Lane, LaneGradients, piece_view
@@ -94,6 +94,7 @@ class Reduction:
         self._sent.clear()
         for unit in self._line:
             for reduction in self._training[unit]:
+                self._look_at_pile(reduction)
                 _look_at(reduction.lane)
 
     # ---- done
@@ -236,7 +237,7 @@ class Reduction:
         self._land()
         postponed = self.postponing and (self._options.piles_up or self._comm.replicas > 1)
         if postponed:
-            self.piled = True
+            self._postpone()
             return
         self.piled = False
         reductions = [r for unit in self._line for r in self._training[unit]]
@@ -252,13 +253,41 @@ class Reduction:
             for parameter, view, flag in zip(lane.parameters, lane.gradients.views, flags, strict=True):
                 if flag and parameter.requires_grad:
                     parameter.grad = view
-                    if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                    if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # ours is one
                         listeners.append(parameter)
             reduction.used = None
         for parameter in listeners:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 if not getattr(hook, "is_fullshard_guard", False):
                     hook(parameter)
+
+    def _postpone(self) -> None:
+        """`p.grad` becomes a token: it refuses to be read, and taking it away drops what has piled up."""
+        self.piled = True
+        for unit in self._line:
+            for reduction in self._training[unit]:
+                gradients = reduction.lane.gradients
+                assert gradients is not None
+                gradients.holder.postponed = True
+                for parameter, view in zip(reduction.lane.parameters, gradients.views, strict=True):
+                    if parameter.requires_grad:
+                        parameter.grad = view
+
+    def _look_at_pile(self, reduction: LaneReduction) -> None:
+        gradients = reduction.lane.gradients
+        if gradients is None or not gradients.holder.postponed:
+            return
+        gradients.holder.postponed = False
+        training = [p for p in reduction.lane.parameters if p.requires_grad]
+        if gradients.holder.zeroed or all(p.grad is None for p in training):
+            reduction.shard_pile = reduction.used = None  # zero_grad() between micro-batches
+            if reduction.pile is not None:
+                reduction.pile.close()
+        gradients.holder.zeroed = False
+        if not gradients.was_live:
+            for parameter, view in zip(reduction.lane.parameters, gradients.views, strict=True):
+                if parameter.grad is view:
+                    parameter.grad = None
 
     def _agree_on_used(self, reductions: Sequence[LaneReduction]) -> list[list[bool]]:
         """Which parameters any rank used. Read back only by a rank that did not use them all itself."""
@@ -281,8 +310,8 @@ class Reduction:
             for piece, view in zip(reduction.lane.layout.pieces, gradients.views, strict=True):
                 if not bool(torch.isfinite(view.part).all()):
                     bad.append(
-                        f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of unit "
-                        f"{reduction.lane.unit!r}"
+                        f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of "
+                        f"{unit_label(reduction.lane.unit)}"
                     )
         said = [line for lines in self._comm.tell_objects(bad[:4]) for line in lines]
         if said:
@@ -321,12 +350,14 @@ def _nothing(_: int) -> None:
 
 def _look_at(lane: Lane) -> None:
     """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
-    current = [p.grad for p in lane.parameters]
     gradients = lane.gradients
-    if gradients is None or (not any(g is not None for g in current) and gradients.shared()):
-        # Somebody kept the last gradients: leave them to him and begin new ones.
+    shared = gradients is not None and gradients.shared()
+    current = [p.grad for p in lane.parameters]
+    if gradients is None or (shared and any(g is None for g in current)):
+        # Somebody kept gradients that he took off their parameters: leave them to him and begin new ones.
+        # What is still on its parameter is taken over below.
         gradients = lane.gradients = LaneGradients(lane)
-    gradients.live = any(g is not None for g in current)
+    gradients.live = gradients.was_live = any(g is not None for g in current)
     if not gradients.live:
         return
     for parameter, piece, view, value in zip(
@@ -346,8 +377,8 @@ def _look_at(lane: Lane) -> None:
 
 def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
     return GradientError(
-        f"unit {lane.unit!r}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)} that is "
-        "not its shard's",
+        f"{unit_label(lane.unit)}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)}, "
+        "which is not its shard's",
         "Set p.grad to None before backward, or to a tensor of p's own shape.",
     )
 
@@ -377,7 +408,7 @@ def _unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exc
     for piece, gradient in zip(lane.layout.pieces, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             return GradientError(
-                f"unit {lane.unit!r}: the gradient of {piece.name!r} is sparse",
+                f"{unit_label(lane.unit)}: the gradient of {piece.name!r} is sparse",
                 "Use sparse=False, or ignore=.",
             )
-    return GradientError(f"unit {lane.unit!r}: its gradients could not be packed: {error}")
+    return GradientError(f"{unit_label(lane.unit)}: its gradients could not be packed: {error}")

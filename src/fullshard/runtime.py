@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.collectives import Comm
-from fullshard.errors import StateError, Unsupported
+from fullshard.errors import StateError, Unsupported, unit_label
 from fullshard.gathering import Gathering, current_task
 from fullshard.live import NO_TASK, LiveUnit
 from fullshard.options import Options
@@ -54,6 +54,7 @@ class Runtime:
 
     plan: Plan  # what it was built from
     copier: Callable[[Runtime, dict[int, Any]], Runtime]
+    guard: Callable[[Runtime], None]  # watches parameters that train for use at rest
 
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]
@@ -91,6 +92,14 @@ class Runtime:
             self._begin_backward()  # a recomputation may come before any of our nodes
         elif unit is self.root and self.gathering.forward is None:
             self._begin_pass()
+        try:
+            return self._enter(unit, args, kwargs)
+        except BaseException:
+            if unit is self.root and unit.depth == 0:
+                self.gathering.abandon_pass()
+            raise
+
+    def _enter(self, unit: LiveUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.gathering.need(unit)
         unit.claims = max(0, unit.claims - 1)
         dtype = self.options.precision.compute
@@ -150,6 +159,7 @@ class Runtime:
             self.gathering.trainability_changed()
             for computing, flag in zip(self._computing, trainable, strict=True):
                 computing.requires_grad_(flag)
+            self.guard(self)
         for index, hooks in enumerate(map(_tensor_hooks, self.parameters)):
             if hooks is not None and self._computing[index]._backward_hooks is not hooks:
                 self._computing[index]._backward_hooks = hooks
@@ -270,7 +280,7 @@ class Runtime:
     # ---- fs.full
 
     @contextmanager
-    def opened(self, units: Sequence[LiveUnit], writeback: bool) -> Iterator[None]:
+    def opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
         """Parameters of these units hold whole values."""
         if current_task() != NO_TASK or self.gathering.forward is not None:
             raise StateError("fs.full inside a forward or backward", "Open it between steps.")
@@ -288,20 +298,23 @@ class Runtime:
                 unit.whole = False
                 for lane in unit.lanes:
                     if writeback:
-                        self._first_ranks_edits(lane)
+                        lane.take_replaced()
+                        self._first_ranks_edits(lane, warn)
                     lane.close_whole(writeback)
                 unit.release()
 
-    def _first_ranks_edits(self, lane: Lane) -> None:
+    def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
         """Ranks that edited alike keep their own; where they differ the first rank's values are kept."""
         whole = lane.rest if lane.whole_at_rest else lane.whole
         if whole is None or self.comm.all_ranks == 1:
             return
         if len(set(self.comm.tell(_checksum(whole)))) > 1:
-            warnings.warn(
-                f"ranks left fs.full with different values in unit {lane.unit!r}; the first rank's are kept",
-                stacklevel=4,
-            )
+            if warn:
+                warnings.warn(
+                    f"ranks left fs.full with different values in {unit_label(lane.unit)}; the first rank's "
+                    "are kept",
+                    stacklevel=4,
+                )
             self.comm.from_first(whole)
 
 
@@ -314,7 +327,7 @@ def _checksum(values: torch.Tensor) -> int:
 def _refuse_double_backward(unit: LiveUnit) -> None:
     if unit.releasable:
         raise Unsupported(
-            f"unit {unit.name!r}: backward(create_graph=True) keeps references into released values",
+            f"{unit_label(unit.name)}: backward(create_graph=True) keeps references into released values",
             "Use strategy='replicate' with precision='fp32', which never releases.",
         )
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fullshard.collectives import Comm, Operation
-from fullshard.errors import AtRestError
-from fullshard.gradients import GradShard
+from fullshard.errors import AtRestError, StateError, unit_label
+from fullshard.gradients import GradShard, Holder
 from fullshard.layout import Layout, Piece, resting_shape
 from fullshard.precision import LaneDtypes
 
@@ -122,6 +122,22 @@ class Lane:
         for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
             parameter.data = piece_view(whole, piece)
 
+    def take_replaced(self) -> None:
+        """`p.data = value` inside fs.full counts like an edit in place."""
+        if self.whole is None:
+            return
+        for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
+            place = piece_view(self.whole, piece)
+            if parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride():
+                continue
+            if parameter.shape != place.shape:
+                raise StateError(
+                    f"{unit_label(self.unit)}: parameter {piece.name!r} was given a value of shape "
+                    f"{tuple(parameter.shape)} inside fs.full; it has {piece.shape}",
+                    "A sharded parameter keeps its shape.",
+                )
+            place.copy_(parameter.data)
+
     def close_whole(self, writeback: bool) -> None:
         if self.whole is None:
             return
@@ -147,8 +163,10 @@ class LaneGradients:
         self.flat = torch.zeros(lane.rest.shape, dtype=lane.dtypes.rest, device=lane.rest.device)
         ranks, rank = lane.comm.ranks, lane.comm.rank
         self.own = self.flat.view(ranks, -1)[rank] if lane.whole_at_rest else self.flat
+        self.holder = Holder()
         self.views = [self._view(piece) for piece in lane.layout.pieces]
-        self.live = False
+        self.live = False  # holds a sum that the next reduce is added to
+        self.was_live = False  # did so when this backward began
         self._storage = self.flat.untyped_storage()
         self._held = self._count()
         self._refs = max(map(sys.getrefcount, self.views), default=0)
@@ -158,8 +176,9 @@ class LaneGradients:
         start, stop = lane.layout.in_shard(piece, rank)
         part = self.own[start:stop]
         if lane.whole_at_rest:
-            return GradShard.make(piece_view(self.flat, piece), lane.comm, part)
-        return GradShard.make(part.view(resting_shape(piece.shape, stop - start)), lane.comm)
+            return GradShard.make(piece_view(self.flat, piece), lane.comm, part, self.holder)
+        local = part.view(resting_shape(piece.shape, stop - start))
+        return GradShard.make(local, lane.comm, None, self.holder)
 
     def _count(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))
@@ -176,10 +195,14 @@ class Slots:
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self._slots: list[tuple[Any, Any, nn.Parameter, nn.Parameter]] = []
+        self._names: dict[int, str] = {}
         self._forwards: list[tuple[dict[str, Any], Any, Any]] = []
 
-    def add(self, container: Any, key: Any, resting: nn.Parameter, computing: nn.Parameter) -> None:
+    def add(
+        self, container: Any, key: Any, resting: nn.Parameter, computing: nn.Parameter, name: str
+    ) -> None:
         self._slots.append((container, key, resting, computing))
+        self._names[id(resting)] = name
 
     def add_forward(self, module: nn.Module, stand_in: Any) -> None:
         """A stand-in for `module.forward` while the unit is at rest."""
@@ -192,7 +215,7 @@ class Slots:
     def show_full(self) -> None:
         for container, key, resting, computing in self._slots:
             if container[key] is not resting:
-                self._undo_and_refuse(key)
+                self._undo_and_refuse(self._names[id(resting)])
             container[key] = computing
         for attributes, _, original in self._forwards:
             if original is None:
@@ -206,11 +229,11 @@ class Slots:
         for attributes, stand_in, _ in self._forwards:
             attributes["forward"] = stand_in
 
-    def _undo_and_refuse(self, key: Any) -> None:
-        for other, name, resting, computing in self._slots:
-            if other[name] is computing:
-                other[name] = resting
+    def _undo_and_refuse(self, name: str) -> None:
+        for container, key, resting, computing in self._slots:
+            if container[key] is computing:
+                container[key] = resting
         raise AtRestError(
-            f"unit {self.unit!r}: somebody replaced its parameter {key!r} after sharding",
+            f"{unit_label(self.unit)}: somebody replaced its parameter {name!r} after sharding",
             "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",
         )

@@ -25,6 +25,9 @@ _REMEDY = (
 )
 
 
+_MEMORY = {"untyped_storage", "storage", "data_ptr", "numpy", "tolist", "item", "__array__"}
+
+
 class StateShard(torch.Tensor):
     """A state dict value: the whole shape, this rank's elements [start, stop) in memory order."""
 
@@ -57,6 +60,16 @@ class StateShard(torch.Tensor):
             f"{value.piece.num_elements} elements; {func} on it has no meaning",
             _REMEDY,
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _MEMORY:
+            raise StateError(
+                f"state dict value {args[0].key!r} holds only this rank's elements; {func.__name__}() would "
+                "take them for the whole",
+                _REMEDY,
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -141,10 +154,23 @@ class BeforeLoad(Places):
                 "load_state_dict(assign=True) would replace the sharded parameters",
                 "Use assign=False: values are copied into the shards.",
             )
+        if not prefix:
+            _check_all(module, state)
+        self.convert(state, prefix)
+
+    def convert(self, state: dict[str, Any], prefix: str) -> None:
         for attribute, (lane, index) in self.places.items():
             key = prefix + attribute
             if key in state and lane.whole is None:
                 state[key] = _to_rest(key, state[key], lane, index)
+
+
+def _check_all(module: nn.Module, state: dict[str, Any]) -> None:
+    """Every value below `module`, before one of them is copied: a bad file changes nothing."""
+    for name, child in module.named_modules():
+        for hook in child._load_state_dict_pre_hooks.values():
+            if isinstance(hook.hook, BeforeLoad):
+                hook.hook.convert(dict(state), f"{name}." if name else "")
 
 
 def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None:
@@ -158,7 +184,9 @@ def _to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
     resting = lane.resting[index]
     if isinstance(value, StateShard):
         start, stop = lane.layout.kept(piece, lane.comm.rank)
-        if lane.whole_at_rest or (value.start, value.stop, value.piece.order) != (start, stop, piece.order):
+        if lane.whole_at_rest:
+            raise StateError(f"{key!r} is a part of a value, and parameters here are whole at rest", _REMEDY)
+        if (value.start, value.stop, value.piece.order) != (start, stop, piece.order):
             raise StateError(
                 f"{key!r} was taken from a model that is cut differently (elements [{value.start}, "
                 f"{value.stop}), here [{start}, {stop}))",

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.errors import AtRestError, StateError, Unsupported
+from fullshard.errors import AtRestError, StateError, Unsupported, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
 from fullshard.tensors import tensors_in
 
 _QUIET = {"forward", "extra_repr"}
+_RESETS = {"reset_parameters", "_reset_parameters"}  # fans and bounds come from whole shapes
 
 
 class Attached:
@@ -134,7 +135,7 @@ class MethodGuard(Attached):
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "
-            f"{', '.join(self.reads)} while unit {self.unit.name!r} is at rest: this rank's elements alone",
+            f"{', '.join(self.reads)} while {unit_label(self.unit.name)} is at rest: a part alone",
             "Call it from forward, or inside `with fs.full(model):`.",
         )
 
@@ -165,6 +166,23 @@ class ApplyGuard(Attached):
         return self.module
 
 
+class Apply(Attached):
+    """`apply`: the function sees whole values of each module's own parameters, and its edits count."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+        super().__init__(runtime, unit)
+        self.module = module
+
+    def __call__(self, fn: Callable[[nn.Module], Any]) -> nn.Module:
+        for child in self.module.children():
+            child.apply(fn)
+        own = {id(p) for p in self.module._parameters.values() if p is not None}
+        holding = [u for u in self.runtime.units if any(id(p) in own for x in u.lanes for p in x.parameters)]
+        with self.runtime.opened(holding, warn=False):
+            fn(self.module)
+        return self.module
+
+
 class RestGuard:
     """Fires when autograd hands a gradient to a parameter at rest: it was computed with as a shard."""
 
@@ -176,7 +194,7 @@ class RestGuard:
     def __call__(self, parameter: torch.Tensor) -> None:
         parameter.grad = None
         raise AtRestError(
-            f"parameter {self.name!r} of unit {self.unit!r} was used in the loss while at rest, where it"
+            f"parameter {self.name!r} of {unit_label(self.unit)} was used in the loss while at rest, where it"
             " holds only this rank's elements",
             "Compute with parameters inside the model's forward; for a penalty on weights use the "
             "optimizer's weight_decay.",
@@ -192,18 +210,22 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
             module.register_forward_pre_hook(BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(AfterForward(runtime, unit), always_call=True)
         _attach_inside(runtime, unit)
-        for lane in unit.lanes:
-            for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
-                guard(parameter, unit.name, piece.name)
+    runtime.guard = guard
+    guard(runtime)
     for module in model.modules():
         module.__dict__["_apply"] = ApplyGuard(runtime, runtime.root, module)
+        module.__dict__["apply"] = Apply(runtime, runtime.root, module)
         module.__dict__["_fullshard"] = runtime
 
 
-def guard(parameter: nn.Parameter, unit: str, name: str) -> None:
-    if parameter.requires_grad:
-        hook = RestGuard(unit, name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+def guard(runtime: Runtime) -> None:
+    """A RestGuard on every parameter that trains and has none yet."""
+    for lane in runtime.lanes:
+        for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if parameter.requires_grad and not any(isinstance(hook, RestGuard) for hook in hooks):
+                hook = RestGuard(lane.unit, piece.name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
@@ -221,10 +243,10 @@ def _reading_methods(module: nn.Module, attributes: list[str]) -> dict[str, list
     """Methods of the user's own classes whose code names a parameter of the module."""
     found: dict[str, list[str]] = {}
     for cls in type(module).__mro__:
-        if cls.__module__.split(".")[0] == "torch":
-            continue
+        of_torch = cls.__module__.split(".")[0] == "torch"
         for name, function in vars(cls).items():
-            if name in _QUIET or name.startswith("__") or not isinstance(function, types.FunctionType):
+            wanted = name in _RESETS if of_torch else name not in _QUIET and not name.startswith("__")
+            if not wanted or not isinstance(function, types.FunctionType):
                 continue
             reads = [a for a in attributes if a in function.__code__.co_names]
             if reads and name not in module.__dict__ and getattr(type(module), name, None) is function:

@@ -1,0 +1,264 @@
+"""The file format of operation records, and reading another rank's file. See `records`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+SETTLED_S = 2.0  # a mutual wait is reported only after both sides have stood still this long
+RING = 64  # operations remembered per channel; a power of two
+MAX_CHANNELS = 32
+
+MAGIC = b"FSREC-01"
+HEADER = struct.Struct("=8sQqqqqq")
+LEFT_WORD = 6
+SEQUENCE_OFFSET = 64
+# Sixteen events, not one behind a lock: the event a reader copies is not overwritten before 15 more are
+# published, so a reader never starves, and a writer that is killed half-way leaves the previous one whole.
+EVENTS = 16
+EVENT = struct.Struct("=qqq24sqqq")  # sequence, waiting, number, label, step, time_ns, sequence
+NAMES_OFFSET = SEQUENCE_OFFSET + 8 + EVENTS * EVENT.size
+NAME_SIZE = 32
+CHANNELS_OFFSET = NAMES_OFFSET + MAX_CHANNELS * NAME_SIZE
+WORD = struct.Struct("=q")
+LABEL = struct.Struct("=qqQ")  # channel index, offset of the text, hash of the text
+ENTRY = struct.Struct("=q24sqqq")  # number, label, step, ended, number
+ENDED_WORD = 5  # of an entry
+LABELS_SIZE = 256 * 1024  # about 5000 labels; a later label keeps its hash, so it is still compared
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, or was last. `number` 0: it has not begun any operation."""
+
+    rank: int
+    number: int
+    channel: str
+    phase: str
+    unit: str
+    step: int
+    waiting: bool
+    since_s: float
+    alive: bool
+    left: bool = False  # it closed its record: it takes part in no more operations
+
+    @property
+    def operation(self) -> str:
+        unit = f"unit '{self.unit}'" if self.unit else "the root unit"
+        return f"{self.channel} of {unit} ({self.phase}, step {self.step}, operation {self.number})"
+
+    def __str__(self) -> str:
+        last = f"last was {self.operation}" if self.number else "it had not begun any operation"
+        if not self.alive:
+            return f"rank {self.rank}: process has exited; {last}"
+        if self.left:
+            return f"rank {self.rank}: has left the run {self.since_s:.1f} s ago; {last}"
+        if self.waiting:
+            return f"rank {self.rank}: waiting in {self.operation} for {self.since_s:.1f} s"
+        return f"rank {self.rank}: outside any operation for {self.since_s:.1f} s; {last}"
+
+
+class Entry(
+    NamedTuple
+):  # one operation in a ring; a tuple, for a frozen dataclass takes thrice as long to make
+    number: int
+    label: bytes
+    step: int
+    ended: bool
+
+
+def path(directory: str, rank: int) -> str:
+    return os.path.join(directory, f"rank-{rank}.record")
+
+
+def mask_size(ranks: int) -> int:
+    return (ranks + 63) // 64 * 8
+
+
+def channel_offset(index: int, ranks: int) -> int:
+    return CHANNELS_OFFSET + index * (mask_size(ranks) + RING * ENTRY.size)
+
+
+def labels_offset(ranks: int) -> int:
+    return channel_offset(MAX_CHANNELS, ranks)
+
+
+def digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@cache
+def host() -> int:
+    """This boot of this host and its pids: anywhere else neither pids nor the clock can be compared."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return digest(file.read() + os.readlink("/proc/self/ns/pid").encode())
+    except OSError:
+        return digest(os.uname().nodename.encode())
+
+
+def start_time(pid: int) -> int | None:
+    """When the process began, in clock ticks; None: it is gone or a zombie; 0: this system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()  # the name may hold spaces and brackets
+        return None if after_name[0] in (b"Z", b"X") else int(after_name[19])
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return 0
+
+
+class Peer:
+    """Reads one rank's file. By pread, not by mapping: reading a mapped file that was cut short kills."""
+
+    def __init__(self, file: int, rank: int, ranks: int) -> None:
+        self._file, self._rank, self._ranks = file, rank, ranks
+        self.inode = os.fstat(file).st_ino
+        self._channels: dict[str, tuple[int, int]] = {}  # name: ring offset, mask of members
+        self._texts: dict[bytes, tuple[str, str, str]] = {}
+
+    @classmethod
+    def open(cls, directory: str, rank: int, ranks: int) -> Peer | None:
+        try:
+            return cls(os.open(path(directory, rank), os.O_RDONLY | os.O_CLOEXEC), rank, ranks)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _read(self, offset: int, size: int) -> bytes | None:
+        try:
+            data = os.pread(self._file, size, offset)
+        except (OSError, ValueError, OverflowError):
+            return None
+        return data if len(data) == size else None
+
+    def place(self) -> Place | None:
+        for _ in range(100):
+            data, again = self._read(0, NAMES_OFFSET), self._read(SEQUENCE_OFFSET, 8)
+            if data is None or again is None:
+                return None
+            magic, at_host, pid, start, rank, ranks, left_ns = HEADER.unpack_from(data)
+            if (magic, at_host, rank, ranks) != (MAGIC, host(), self._rank, self._ranks):
+                return None
+            (sequence,), (now,) = WORD.unpack_from(data, SEQUENCE_OFFSET), WORD.unpack(again)
+            slot = SEQUENCE_OFFSET + 8 + (sequence & (EVENTS - 1)) * EVENT.size
+            first, waiting, number, label, step, time_ns, last = EVENT.unpack_from(data, slot)
+            if first == last == sequence and now - sequence < EVENTS - 1:
+                break
+        else:
+            return None
+        try:
+            alive = pid > 0 and start_time(pid) == start
+        except (OSError, OverflowError):
+            alive = True  # could not look, for instance no file descriptor left: do not cry wolf
+        channel, phase, unit = self._text(label) if number else ("", "", "")
+        since_s = max(0, time.monotonic_ns() - (left_ns or time_ns)) / 1e9
+        return Place(
+            rank,
+            number,
+            channel,
+            phase,
+            unit,
+            step,
+            bool(waiting and not left_ns),
+            since_s,
+            alive,
+            left_ns != 0,
+        )
+
+    def place_in(self, entry: Entry) -> Place | None:
+        """The rank's place, told for one of its operations."""
+        now, (channel, phase, unit) = self.place(), self._text(entry.label)
+        if now is None or (now.channel, now.number) == (channel, entry.number):
+            return now
+        there = replace(now, channel=channel, phase=phase, unit=unit, waiting=False)
+        return replace(there, number=entry.number, step=entry.step)
+
+    def agrees(self, channel: str, number: int, label_hash: bytes) -> bool:
+        """Whether the rank began this very operation: the short way, one read. No says nothing."""
+        found = self._channels.get(channel)
+        data = self._read(found[0] + (number & (RING - 1)) * ENTRY.size, ENTRY.size) if found else None
+        if data is None:
+            return False
+        first, label, _, _, last = ENTRY.unpack(data)
+        return bool(first == last == number and label[16:] == label_hash)
+
+    def entry(self, channel: str, number: int) -> Entry | None:
+        """What the ring holds where `number` belongs: an older number says that it has not begun, a newer
+        one that it has. None: not known."""
+        found = self._channel(channel)
+        if found is None:
+            return Entry(0, b"", 0, False)
+        for _ in range(100):
+            data = self._read(offset := found[0] + (number & (RING - 1)) * ENTRY.size, ENTRY.size)
+            if data is None:
+                return None
+            first, label, step, ended, last = ENTRY.unpack(data)
+            if first == last and data == self._read(offset, ENTRY.size):  # twice the same: not torn
+                return Entry(first, label, step, bool(ended))
+        return None
+
+    def has_member(self, channel: str, rank: int) -> bool:
+        found = self._channel(channel)
+        return found is not None and bool(found[1] >> rank & 1)
+
+    def _channel(self, channel: str) -> tuple[int, int] | None:
+        if (found := self._channels.get(channel)) is None:
+            names, width = self._names(), mask_size(self._ranks)
+            if channel in names:
+                offset = channel_offset(names.index(channel), self._ranks)
+                mask = int.from_bytes(self._read(offset, width) or b"", "little")
+                self._channels[channel] = found = offset + width, mask
+        return found
+
+    def _names(self) -> list[str]:
+        data = self._read(NAMES_OFFSET, MAX_CHANNELS * NAME_SIZE) or b""
+        names = (data[start : start + NAME_SIZE] for start in range(0, len(data), NAME_SIZE))
+        return [name.rstrip(b"\0").decode(errors="replace") for name in names]
+
+    def _text(self, label: bytes) -> tuple[str, str, str]:
+        if label not in self._texts:
+            index, offset, expected = LABEL.unpack(label)
+            start = labels_offset(self._ranks) + offset
+            size = self._read(start, 2) if offset > 0 else None
+            text = self._read(start + 2, int.from_bytes(size, sys.byteorder)) if size else None
+            parts = text.decode(errors="replace").split("\0", 2) if text and digest(text) == expected else []
+            if len(parts) != 3:  # no room in the table, or garbage: the channel is still worth telling
+                names = self._names()
+                return names[index] if 0 <= index < len(names) else "?", "?", "?"
+            self._texts[label] = parts[0], parts[1], parts[2]
+        return self._texts[label]
+
+
+def remove_abandoned(parent: str, prefix: str) -> None:
+    """Remove folders of runs whose processes are all gone: they were killed and could not do it."""
+    with contextlib.suppress(OSError):
+        for folder in (e.path for e in os.scandir(parent) if e.name.startswith(prefix) and e.is_dir()):
+            files = [entry.path for entry in os.scandir(folder)]
+            if files and all(map(_abandoned, files)):
+                for path in files:
+                    os.unlink(path)
+                os.rmdir(folder)
+
+
+def _abandoned(path: str) -> bool:
+    with open(path, "rb") as file:
+        data = file.read(HEADER.size)
+    if len(data) < HEADER.size:
+        return False
+    magic, at_host, pid, start, *_ = HEADER.unpack(data)
+    return bool(magic == MAGIC and at_host == host() and start_time(pid) != start)
