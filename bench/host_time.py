@@ -1,6 +1,6 @@
 """Host time: what an engine's Python costs a step, fullshard and FSDP2 side by side.
 
-    make bench-host             (or: python bench/host_time.py --blocks 12 24 --ranks 1 2 --width 64 --profile)
+    make bench-host       (or: python bench/host_time.py --blocks 12 24 --ranks 1 2 --width 64 --profile)
 
 A transformer so narrow that computing it takes almost nothing is trained by three in one process: plain (not
 sharded), fullshard, and FSDP2. Their steps take turns, so that all see the same machine; medians count.

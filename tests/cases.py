@@ -40,7 +40,7 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer] = sgd
     options: dict[str, Any] = field(default_factory=dict)
     after_shard: Callable[[nn.Module], Any] = lambda _: None
-    steps: int = 4
+    steps: int = 3
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def _train(
     return Outcome(Trace(losses, norms, reference.whole_parameters(model)), without)
 
 
-def assert_as_in_one_process(case: Case, outcomes: list[Outcome], rtol: float = 2e-5, atol: float = 2e-6) -> None:
+def assert_as_in_one_process(
+    case: Case, outcomes: list[Outcome], rtol: float = 2e-5, atol: float = 2e-6
+) -> None:
     """Losses, norms, final parameters, and which parameters had no gradient."""
     expected = in_one_process(case, len(outcomes))
     for rank, outcome in enumerate(outcomes):

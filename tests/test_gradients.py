@@ -62,7 +62,7 @@ def _assert_gradients(found: dict[str, Tensor | None], expected: nn.Module) -> N
             reference.assert_close(value, p.grad, f"gradient of {name}")
 
 
-# --- norms and clipping ------------------------------------------------------------------------------------
+# --- norms and clipping --------------------------------------------------------------------------------
 
 ORDERS = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
 
@@ -185,7 +185,7 @@ def test_clipping_by_value_is_that_of_one_process(strategy: str) -> None:
             _assert_gradients(found, plain)
 
 
-# --- reading p.grad -----------------------------------------------------------------------------------------
+# --- reading p.grad ------------------------------------------------------------------------------------
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda g: g.norm(),
@@ -312,7 +312,7 @@ def test_reduction_that_would_be_true_for_one_rank_alone_is_refused_on_every_ran
                 assert kind == "GradientError", f"{name}: {message}"
 
 
-# --- setting p.grad -----------------------------------------------------------------------------------------
+# --- setting p.grad ------------------------------------------------------------------------------------
 
 
 def _set_some_to_none(strategy: str) -> tuple[dict[str, Tensor | None], bool]:
@@ -497,7 +497,7 @@ def test_zero_grad_drops_postponed_gradients_and_others_add_up(strategy: str) ->
         _assert_gradients(after_drop, plain)
 
 
-# --- hooks --------------------------------------------------------------------------------------------------
+# --- hooks ---------------------------------------------------------------------------------------------
 
 
 def _hooked(strategy: str) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None], list[Any]]:
@@ -575,7 +575,7 @@ def test_optimizer_in_backward_trains_as_in_one_process(strategy: str, frozen_fi
             reference.assert_close(found[name], value, name)
 
 
-# --- copies -------------------------------------------------------------------------------------------------
+# --- copies --------------------------------------------------------------------------------------------
 
 
 def _copied() -> list[bool]:
@@ -595,7 +595,7 @@ def test_gradient_can_be_copied_pickled_and_saved() -> None:
     assert ranks.run(_copied, 2) == [[True] * 3] * 2
 
 
-# --- loss scaling -------------------------------------------------------------------------------------------
+# --- loss scaling --------------------------------------------------------------------------------------
 
 
 def _scaled(strategy: str, fused: bool, clip: bool) -> tuple[dict[str, Tensor], list[float], list[float]]:

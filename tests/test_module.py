@@ -67,7 +67,7 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         reference.assert_close(found[name], value, name)
 
 
-# --- the surface -------------------------------------------------------------------------------------------
+# --- the surface ---------------------------------------------------------------------------------------
 
 
 def _surface() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_sharded_module_looks_like_the_module_it_was() -> None:
         assert all(result.values()), result
 
 
-# --- state dicts ---------------------------------------------------------------------------------------------
+# --- state dicts ---------------------------------------------------------------------------------------
 
 
 def _state_values() -> dict[str, Any]:
@@ -167,7 +167,11 @@ def _whole_state(strategy: str) -> dict[str, Any]:
     kept = _same({n: state[n] for n in _plain()}, _plain()) if strategy != "replicate" else True
     plain = build(seed=9)
     plain.load_state_dict(loaded)
-    return {"plain": types == {Tensor}, "saved": _same(reference.whole_parameters(plain), _plain()), "kept": kept}
+    return {
+        "plain": types == {Tensor},
+        "saved": _same(reference.whole_parameters(plain), _plain()),
+        "kept": kept,
+    }
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -245,8 +249,9 @@ def _save_distributed(folder: str) -> None:
 
 
 def _load_distributed(folder: str, strategy: str) -> bool:
-    import fullshard as fs
     import torch.distributed.checkpoint as dcp
+
+    import fullshard as fs
 
     model = fs.shard(build(WithConv, seed=5), strategy=strategy)
     state = {"model": model.state_dict()}
@@ -288,7 +293,7 @@ def test_checkpoint_of_two_ranks_is_read_by_one_by_three_and_by_a_plain_model() 
         assert any(Path(folder).iterdir())
 
 
-# --- casts, moves, freezing -------------------------------------------------------------------------------
+# --- casts, moves, freezing ----------------------------------------------------------------------------
 
 CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "half": lambda m: m.half(),
@@ -355,7 +360,9 @@ def _all_frozen_but(model: nn.Module) -> None:
 
 
 FROZEN = Case(
-    backward=_freeze, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.2, momentum=0.5, weight_decay=0.1), steps=6
+    backward=_freeze,
+    optimizer=lambda ps: torch.optim.SGD(ps, lr=0.2, momentum=0.5, weight_decay=0.1),
+    steps=6,
 )
 
 
@@ -407,7 +414,7 @@ def test_initialiser_run_after_shard_sees_whole_values_or_is_refused(strategy: s
         assert reference.bitwise(first["reset"], second["reset"]), "ranks hold different values"
 
 
-# --- functional_call, pickling, replaced parameters ---------------------------------------------------------
+# --- functional_call, pickling, replaced parameters ----------------------------------------------------
 
 
 def _call_functionally() -> dict[str, Any]:
@@ -446,7 +453,7 @@ def test_functional_call_pickling_and_replaced_parameters_are_refused_where_they
         _assert_close(found["trained"], _expected_after(range(1)))
 
 
-# --- whole values ----------------------------------------------------------------------------------------------
+# --- whole values --------------------------------------------------------------------------------------
 
 
 def _fill(parameter: Tensor, value: float) -> None:
@@ -567,7 +574,7 @@ def test_full_inside_forward_and_backward_inside_full_are_refused() -> None:
         _assert_close(found["trained"], _expected_after(range(1)))
 
 
-# --- copies and several models ------------------------------------------------------------------------------------
+# --- copies and several models -------------------------------------------------------------------------
 
 
 def _copies(strategy: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_element_wise_optimizer_trains_as_in_one_process(trained: Any, name: str
     cases.assert_as_in_one_process(Case(optimizer=OPTIMIZERS[name]), outcomes)
 
 
-# --- parameter groups ------------------------------------------------------------------------------------
+# --- parameter groups ----------------------------------------------------------------------------------
 
 
 def _groups(model: nn.Module, how: str) -> torch.optim.Optimizer:
@@ -95,7 +95,10 @@ def _schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
         "one cycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=6),
         "warmup": lambda: lr_scheduler.SequentialLR(
             optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.7)],
+            [
+                lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+                lr_scheduler.ExponentialLR(optimizer, 0.7),
+            ],
             [2],
         ),
         "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5),
@@ -147,7 +150,7 @@ def test_parameter_at_rest_keeps_its_number_of_dimensions() -> None:
         assert found == [expected] * len(ALL)
 
 
-# --- state dicts of optimizers -----------------------------------------------------------------------------
+# --- state dicts of optimizers -------------------------------------------------------------------------
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -212,7 +215,7 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
     assert sum(held for _, held in results) == sum(p.numel() for p in build().parameters())
 
 
-# --- refusals ------------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------------
 
 
 def _refused(what: str) -> tuple[str, str, str]:
