@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import engines
 import reference
-from engines import Net, batch, build, loss_of, my_rank
+from engines import WIDTH, Net, batch, build, loss_of, my_rank
 from reference import Trace
 
 ALL = ("zero3", "zero2", "zero1", "replicate")
@@ -100,3 +100,96 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:
     except FullshardError as error:
         return type(error).__name__, str(error), error.remedy
     raise AssertionError(f"nothing was refused: {value!r}")
+
+
+# --- short ways to what most tests do -------------------------------------------------------------------
+
+
+def sharded(strategy: str = "zero3", make: Callable[[], nn.Module] = Net, **options: Any) -> nn.Module:
+    import fullshard as fs
+
+    return fs.shard(build(make), strategy=strategy, **options)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return engines.whole("fullshard", model)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(reference.bitwise(a[name].detach(), b[name].detach()) for name in a)
+
+
+def fresh_values(seed: int = 0) -> dict[str, Tensor]:
+    return reference.whole_parameters(build(seed=seed))
+
+
+def train_step(model: nn.Module, step: int = 0) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loss_of(model, batch(step, my_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained_in_one_process(steps: range, model: nn.Module | None = None) -> dict[str, Tensor]:
+    model = build() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for step in steps:
+        for rank in range(2):
+            (loss_of(model, batch(step, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return reference.whole_parameters(model)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        reference.assert_close(found[name], value, name)
+
+
+def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
+    (loss_of(model, batch(step, my_rank())) * factor).backward()
+
+
+def gradients_of_one_process(steps: range = range(1), num_ranks: int = 2) -> nn.Module:
+    model = build()
+    for step in steps:
+        for rank in range(num_ranks):
+            (loss_of(model, batch(step, rank)) / num_ranks).backward()
+    return model
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients put together from all ranks, by way of the parameters: p <- p.grad, then fs.full."""
+    import fullshard as fs
+
+    none = {name for name, p in model.named_parameters() if p.grad is None}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+    with fs.full(model, writeback=False):
+        return {n: None if n in none else v for n, v in reference.whole_parameters(model).items()}
+
+
+def assert_gradients(found: dict[str, Tensor | None], expected: nn.Module) -> None:
+    for name, p in expected.named_parameters():
+        value = found[name]
+        assert (value is None) == (p.grad is None), name
+        if value is not None and p.grad is not None:
+            reference.assert_close(value, p.grad, f"gradient of {name}")
+
+
+class WithConv(Net):
+    """Uneven sizes, a buffer, and a weight that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        x = self.norm(x) * self.scale
+        image = x[:, :6].reshape(-1, 3, 2, 1)
+        return super().forward(x) + self.conv(image).mean((2, 3))

@@ -1,4 +1,4 @@
-"""What goes wrong goes wrong by name, on every rank, in seconds; a failed `fs.shard` leaves the model alone."""
+"""What goes wrong goes wrong by name, on every rank, in seconds; a failed `fs.shard` changes no model."""
 
 from __future__ import annotations
 

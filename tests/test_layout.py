@@ -155,6 +155,11 @@ def test_a_channels_last_weight_comes_back_channels_last() -> None:
     assert torch.equal(view, value)
 
 
+def test_a_value_with_gaps_in_memory_is_laid_in_plain_order() -> None:
+    gaps = torch.arange(24).view(4, 6).t()[:3]
+    assert memory_order(tuple(gaps.shape), gaps.stride()) == (0, 1)
+
+
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Piece, int, int]:
     shape = draw(SHAPES)

@@ -66,6 +66,35 @@ def test_element_wise_optimizer_trains_as_in_one_process(trained: Any, name: str
     cases.assert_as_in_one_process(Case(optimizer=OPTIMIZERS[name]), outcomes)
 
 
+def _train_lbfgs(model: nn.Module, pieces: list[int]) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3)
+    for step in range(3):
+
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            losses = [loss_of(model, batch(step, rank)) / len(pieces) for rank in pieces]
+            for loss in losses:
+                loss.backward()
+            return sum(loss.item() for loss in losses)
+
+        optimizer.step(closure)
+    return engines.whole("fullshard", model) if len(pieces) == 1 else reference.whole_parameters(model)
+
+
+def _lbfgs() -> dict[str, torch.Tensor]:
+    import fullshard as fs
+
+    return _train_lbfgs(fs.shard(build(), strategy="replicate"), [my_rank()])
+
+
+def test_lbfgs_is_right_under_replicate() -> None:
+    expected = _train_lbfgs(build(), [0, 1])
+    first, second = ranks.run(_lbfgs, 2)
+    for name, value in expected.items():
+        assert reference.bitwise(first[name], second[name]), f"{name} differs between ranks"
+        reference.assert_close(first[name], value, name, 1e-4, 1e-5)
+
+
 # --- parameter groups ----------------------------------------------------------------------------------
 
 
@@ -272,6 +301,36 @@ def test_step_that_would_be_wrong_is_refused_and_changes_nothing() -> None:
             assert result[what][0] == kind, (what, result[what])
             assert part in result[what][1], (what, result[what])
             assert remedy in result[what][2], (what, result[what])
+
+
+def _step_between_micro_batches(name: str) -> float | str:
+    """zero2 keeps full values from one micro-batch to the next: a step between them must be seen."""
+    import fullshard as fs
+
+    model = fs.shard(build(), strategy="zero2")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with fs.accumulate(model):
+        loss_of(model, batch(0, my_rank())).backward()
+        try:
+            optimizer.step()
+        except fs.FullshardError as error:
+            return type(error).__name__
+        return loss_of(model, batch(0, 0)).item()
+
+
+def _steps_between() -> dict[str, float | str]:
+    return {name: _step_between_micro_batches(name) for name in ("AdamW fused", "AdamW foreach", "SGD fused")}
+
+
+def test_step_between_micro_batches_is_seen_by_the_next_one_or_refused() -> None:
+    for found in ranks.run(_steps_between, 2):
+        for name, loss in found.items():
+            plain = build()
+            optimizer = OPTIMIZERS[name](plain.parameters())
+            for rank in range(2):
+                (loss_of(plain, batch(0, rank)) / 2).backward()
+            optimizer.step()
+            assert loss in ("StateError", pytest.approx(loss_of(plain, batch(0, 0)).item(), rel=1e-5)), name
 
 
 def _with_plain_companion() -> bool:

@@ -80,7 +80,7 @@ class Gathering:
 
     def leave(self, unit: LiveUnit, hooked: bool) -> None:
         """A unit's forward is over: let go what neither backward nor a next call wants."""
-        if unit.depth or unit.claims:
+        if unit.depth or unit.claims or unit.unhooked:
             return
         walk = self.forward
         if walk is None:
@@ -115,7 +115,7 @@ class Gathering:
                 if self._releasing:
                     self.units[index].release()
         for unit in self.units:
-            if not keep or (self._releasing and unit is not self.root):
+            if not keep or (self._releasing and unit is not self.root and not unit.unhooked):
                 unit.release()
             unit.claims = 0
 

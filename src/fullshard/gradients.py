@@ -373,7 +373,12 @@ def _unscale(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return None
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.is_sparse.__get__: _never,  # type: ignore[attr-defined]  # asked by optimizers, often
     torch.norm: _norm_call,
     torch.Tensor.norm: _norm_call,
     torch.linalg.norm: _norm_call,

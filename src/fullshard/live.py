@@ -5,7 +5,7 @@ AT_REST --issue--> GATHERING --ready--> FULL --release--> AT_REST
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,10 @@ class State(Enum):
     AT_REST = "at rest"
     GATHERING = "gathering"
     FULL = "full"
+
+
+def _is_result(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 class LiveUnit:
@@ -48,6 +52,8 @@ class LiveUnit:
         self.claims = 0  # entries of the walk that were passed for it and not used yet
         self.calls: list[torch.autograd.graph.Node | None] = []  # input nodes of the running forwards
         self.entry_failed = False
+        self.left: list[tuple[dict[str, Any], str]] | None = None  # attributes that hold results
+        self.unhooked = False  # a forward left nothing that tells when its backward begins: stays full
         self.called = False  # by a forward whose backward is not over
         self.pending = 0  # such calls whose input node has not come up yet
         self.task = NO_TASK  # graph task in which its backward began
@@ -96,11 +102,32 @@ class LiveUnit:
         if self.depth == 0:
             self.slots.show_resting()
 
+    def results_in_attributes(self) -> Iterator[torch.Tensor]:
+        """Tensors that a forward leaves in its modules' attributes (`self.aux_loss`), found at the first."""
+        if self.left is None:
+            self.left = [(vars(m), name) for m in self._own_modules() for name in vars(m)]
+            self.left = [(place, name) for place, name in self.left if _is_result(place[name])]
+        for place, name in self.left:
+            if _is_result(place.get(name)):
+                yield place[name]
+
+    def _own_modules(self) -> Iterator[nn.Module]:
+        inner = {id(m) for unit in self.inner for module in unit.modules for m in module.modules()}
+        for module in self.modules if self.index else ():
+            yield from (m for m in module.modules() if id(m) not in inner)
+
+    def trains(self) -> bool:
+        return any(c.requires_grad for lane in self.lanes for c in lane.computing)
+
     def gradients_to_come(self) -> bool:
         """It trains, and not one of its gradients has arrived."""
-        training = [c for lane in self.lanes for c in lane.computing if c.requires_grad]
-        return bool(training) and all(c.grad is None for c in training)
+        for lane in self.lanes:
+            for computing in lane.computing:
+                if computing.grad is not None:
+                    return False
+        return self.trains()
 
     def forget(self) -> None:
         """Its backward is over, or given up."""
         self.called, self.pending, self.claims, self.task = False, 0, 0, NO_TASK
+        self.unhooked = False

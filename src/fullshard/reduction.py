@@ -8,18 +8,23 @@ One Reduction serves one model. In a backward it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
 
 import torch
 
-from fullshard.collectives import Comm, Operation
+from fullshard.collectives import Comm, Operation, as_bytes
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.layout import Piece
 from fullshard.options import Options
 from fullshard.shards import Lane, LaneGradients, piece_view
 
 _IN_FLIGHT = 2
+_grad = attrgetter("grad")
+_GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
 
 
 class Outgoing:
@@ -28,6 +33,7 @@ class Outgoing:
     def __init__(self, lane: Lane, dtype: torch.dtype) -> None:
         self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
         self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
+        self.as_bytes = as_bytes(self.flat)
         self._storage = self.flat.untyped_storage()
         self._size_bytes = self._storage.nbytes()
         self.close()
@@ -137,9 +143,8 @@ class Reduction:
         self._sent.add(unit)
         self._waiting.discard(unit)
         for reduction in self._training[unit]:
-            gradients = [c.grad for c in reduction.lane.computing]
-            for computing in reduction.lane.computing:
-                computing.grad = None
+            gradients = list(map(_grad, reduction.lane.computing))
+            deque(map(setattr, reduction.lane.computing, _GRAD, _NONE), maxlen=0)
             if self.absent:
                 gradients = [None] * len(gradients)
             reduction.note([g is not None for g in gradients])
@@ -150,9 +155,7 @@ class Reduction:
             if travelling is not None:
                 self._exchange(reduction, travelling)
 
-    def _pack(
-        self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor | None:
+    def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> Outgoing | None:
         lane = reduction.lane
         if self.postponing and self._options.piles_up:
             self._pile_up(reduction, gradients)
@@ -161,14 +164,14 @@ class Reduction:
             self._pile_up(reduction, gradients)
             pile = reduction.pile
             if lane.dtypes.wire == pile.flat.dtype:
-                return pile.flat
+                return pile
             outgoing = self._outgoing(reduction)
             outgoing.flat.copy_(pile.flat)
             pile.close()
-            return outgoing.flat
+            return outgoing
         outgoing = self._outgoing(reduction)
         _copy_into(outgoing, gradients)
-        return outgoing.flat
+        return outgoing
 
     def _outgoing(self, reduction: LaneReduction) -> Outgoing:
         if reduction.outgoing is None:
@@ -192,12 +195,12 @@ class Reduction:
             views, values = zip(*there, strict=True)
             torch._foreach_add_(list(views), [v.to(pile.flat.dtype) for v in values], alpha=weight)
 
-    def _exchange(self, reduction: LaneReduction, sent: torch.Tensor) -> None:
+    def _exchange(self, reduction: LaneReduction, sent: Outgoing) -> None:
         if self._comm.ranks == 1:
-            self._travels.append(Travel(reduction, sent, None))
+            self._travels.append(Travel(reduction, sent.flat, None))
         else:
-            received = torch.empty_like(sent)
-            operation = self._comm.exchange(received, sent, reduction.lane.unit)
+            received = torch.empty_like(sent.flat)
+            operation = self._comm.exchange(as_bytes(received), sent.as_bytes, reduction.lane.unit)
             self._travels.append(Travel(reduction, received, operation))
         # Ranks on different paths finish units in different orders: waiting here could close a circle.
         while len(self._travels) > _IN_FLIGHT and (not self.diverges or self._travels[0].over()):
@@ -213,13 +216,21 @@ class Reduction:
             travel.operation.wait()
         reduction, lane = travel.reduction, travel.reduction.lane
         rows = travel.received.view(self._comm.ranks, -1)
-        total = torch.sum(rows, 0, dtype=lane.dtypes.sum)
+        from_pile = self.piled and self._options.piles_up  # weighted when it was piled up
+        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
+        gradients = lane.gradients
+        assert gradients is not None
+        if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
+            total = _sum(rows, divisor, torch.empty_like(rows[0], dtype=lane.dtypes.sum))
+            self._add(reduction, gradients, total)
+        else:
+            _sum(rows, divisor, gradients.own)
+            gradients.live = True
         for buffer in (reduction.outgoing, reduction.pile):
             if buffer is not None:
                 buffer.close()
-        from_pile = self.piled and self._options.piles_up  # weighted when it was piled up
-        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
-        total.mul_(1.0 / divisor)
+
+    def _add(self, reduction: LaneReduction, gradients: LaneGradients, total: torch.Tensor) -> None:
         if self._comm.replicas > 1:
             if reduction.shard_pile is not None:
                 total.add_(reduction.shard_pile)
@@ -227,8 +238,12 @@ class Reduction:
             if self.postponing:
                 reduction.shard_pile = total
                 return
-            self._comm.sum_replicas(total, lane.unit)
-        _add_to_shard(lane, total)
+            self._comm.sum_replicas(total, reduction.lane.unit)
+        if gradients.live:
+            gradients.own.add_(total)
+        else:
+            gradients.own.copy_(total)
+            gradients.live = True
 
     # ---- finish
 
@@ -352,7 +367,7 @@ def _look_at(lane: Lane) -> None:
     """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
     gradients = lane.gradients
     shared = gradients is not None and gradients.shared()
-    current = [p.grad for p in lane.parameters]
+    current = list(map(_grad, lane.parameters))
     if gradients is None or (shared and any(g is None for g in current)):
         # Somebody kept gradients that he took off their parameters: leave them to him and begin new ones.
         # What is still on its parameter is taken over below.
@@ -393,15 +408,13 @@ def _copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> 
         torch._foreach_copy_(views, values)
 
 
-def _add_to_shard(lane: Lane, total: torch.Tensor) -> None:
-    gradients = lane.gradients
-    if gradients is None:
-        gradients = lane.gradients = LaneGradients(lane)
-    if gradients.live:
-        gradients.own.add_(total)
+def _sum(rows: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.Tensor:
+    """The mean of one row a rank, added up in the dtype of `out`."""
+    if len(rows) == 1:
+        out.copy_(rows[0])
     else:
-        gradients.own.copy_(total)
-        gradients.live = True
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+    return out if divisor == 1 else out.mul_(1.0 / divisor)
 
 
 def _unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:

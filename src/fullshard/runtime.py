@@ -13,6 +13,8 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -38,10 +40,11 @@ _version = attrgetter("_version")
 class Turn:
     """What one autograd node means to us: units that end just before it, units that begin with it."""
 
-    __slots__ = ("begins", "ends", "runtime")
+    __slots__ = ("begins", "ends", "runtime", "values")
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, values: tuple[int, int]) -> None:
         self.runtime = runtime
+        self.values = values  # which values of the parameters its forward saw
         self.ends: list[LiveUnit] = []
         self.begins: list[LiveUnit] = []
 
@@ -70,6 +73,8 @@ class Runtime:
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
         self._tasks: list[int] = []
+        self.steps = 0  # optimizer steps taken on these parameters
+        self._values = self._values_in_backward = (0, 0)
         for unit in self.units:
             unit.duplicate = self._duplicate
         for lane in self.lanes:
@@ -117,8 +122,10 @@ class Runtime:
             return output
         node = unit.calls.pop()
         unit.leave()
-        output = self._detach_from_full(unit, output)
-        hooked = torch.is_grad_enabled() and self._hook(unit, output, node)
+        grad = torch.is_grad_enabled()
+        output = map_tensors(output, partial(_exit, unit, grad))
+        hooked = grad and self._hook(unit, output, node)
+        unit.unhooked |= grad and not hooked and unit.trains()
         if unit is self.root and self.options.precision.outputs is not None:
             output = cast_floats(output, self.options.precision.outputs)
         if current_task() == NO_TASK:
@@ -135,6 +142,7 @@ class Runtime:
             self.gathering.recover()
             self.reduction.drop()
         self._follow_user()
+        self._values = self._current_values()
         self.gathering.begin_pass(self._still_valid())
         self.comm.phase = "forward"
 
@@ -164,23 +172,18 @@ class Runtime:
             if hooks is not None and self._computing[index]._backward_hooks is not hooks:
                 self._computing[index]._backward_hooks = hooks
 
-    def _detach_from_full(self, unit: LiveUnit, output: Any) -> Any:
-        """An output that is a view of a parameter would dangle after release: give the caller a copy."""
+    def _current_values(self) -> tuple[int, int]:
+        """Changes with every in-place edit of a parameter and every optimizer step.
 
-        def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-            plain = type(tensor) in (torch.Tensor, nn.Parameter)
-            if plain and tensor.untyped_storage()._cdata in unit.storages:
-                return tensor.clone()
-            return tensor
-
-        return map_tensors(output, own_memory)
+        The steps are counted because a fused optimizer does not touch a rank's empty shards.
+        """
+        return self.steps, sum(map(_version, self.parameters))
 
     def _hook(self, unit: LiveUnit, output: Any, node: torch.autograd.graph.Node | None) -> bool:
         """Be told when the backward of this forward begins and ends; False if it has none."""
         hooked = False
-        for tensor in tensors_in(output):
-            made_by = _surviving_node(tensor) if tensor.requires_grad else None
-            if made_by is not None:
+        for tensor in chain(tensors_in(output), unit.results_in_attributes()):
+            for made_by in _nodes(tensor) if tensor.requires_grad else ():
                 begins = self._turn_of(made_by).begins
                 if unit not in begins:
                     begins.append(unit)
@@ -195,7 +198,8 @@ class Runtime:
         turns: dict[Any, Turn] = node.metadata  # type: ignore[assignment]
         turn = turns.get(self)
         if turn is None:
-            turn = turns[self] = Turn(self)
+            values = self._values if self.gathering.forward is not None else self._current_values()
+            turn = turns[self] = Turn(self, values)
             node.register_prehook(turn)
         return turn
 
@@ -219,7 +223,7 @@ class Runtime:
         with torch.no_grad():
             ended = [unit for unit in turn.ends if self._ended(unit)]
             for unit in turn.begins:
-                self._begin(unit)
+                self._begin(unit, turn.values)
             for unit in ended:
                 self.reduction.done(unit.index, self._called)
 
@@ -234,10 +238,15 @@ class Runtime:
             unit.release()
         return True
 
-    def _begin(self, unit: LiveUnit) -> None:
+    def _begin(self, unit: LiveUnit, values: tuple[int, int]) -> None:
         if unit.whole:
             raise StateError("backward inside fs.full", "Leave `with fs.full(model):` before training.")
         self._begin_backward()
+        if values != self._values_in_backward:
+            raise StateError(
+                f"{unit_label(unit.name)}: parameters changed between this forward and its backward",
+                "Run backward before optimizer.step() and before editing parameters in place.",
+            )
         task = current_task()
         if task not in self._tasks:
             # A checkpoint segment of torch's reentrant kind runs a graph task of its own.
@@ -253,6 +262,7 @@ class Runtime:
             return
         self.comm.phase = "backward"
         self._tasks = [current_task()]
+        self._values_in_backward = self._current_values()
         order = self.gathering.begin_backward()
         self.reduction.diverges = self.gathering.diverges
         with torch.no_grad():
@@ -332,15 +342,32 @@ def _refuse_double_backward(unit: LiveUnit) -> None:
         )
 
 
-def _surviving_node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """The node whose hook fires whatever a caller writes into `tensor`.
+def _exit(unit: LiveUnit, grad: bool, tensor: torch.Tensor) -> torch.Tensor:
+    """What a caller gets of a tensor that leaves a unit.
+
+    A view of a parameter would dangle after release: the caller gets a copy. A tensor that needs a
+    gradient leaves through a node of its own, younger than all the unit made: autograd runs it first,
+    so the unit is full before anything it left elsewhere (an auxiliary loss, say) is differentiated.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.untyped_storage()._cdata in unit.storages:
+        return tensor.clone()
+    if grad and tensor.grad_fn is not None:
+        return tensor.view_as(tensor)
+    return tensor
+
+
+def _nodes(tensor: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of which one is sure to run, whatever a caller writes into `tensor`.
 
     Writing into a view replaces the view's own node, and a hook on it goes silently. The base's node
     stays in the graph, below the write.
     """
+    if tensor.grad_fn is not None:
+        yield tensor.grad_fn
     if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-        return tensor._base.grad_fn
-    return tensor.grad_fn
+        yield tensor._base.grad_fn
 
 
 def _at_end_of_task(call: Callable[[], None]) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.collectives import Comm, Operation
+from fullshard.collectives import Comm, Operation, as_bytes
 from fullshard.errors import AtRestError, StateError, unit_label
 from fullshard.gradients import GradShard, Holder
 from fullshard.layout import Layout, Piece, resting_shape
 from fullshard.precision import LaneDtypes
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def piece_view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -60,6 +63,7 @@ class Lane:
         else:
             self.full = torch.empty(layout.total, dtype=dtypes.compute, device=device)
         self.own = self.full.view(comm.ranks, -1)[comm.rank]
+        self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
         self._storage = self.full.untyped_storage()
         self._full_bytes = self._storage.nbytes()
         self.resting = [self._resting_view(piece) for piece in layout.pieces]
@@ -95,7 +99,7 @@ class Lane:
             self.full.copy_(self.rest if self.whole is None else self.whole)
             return
         self.own.copy_(self.rest)
-        self.operation = self.comm.gather(self.full, self.own, self.unit)
+        self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, self.unit)
 
     def wait(self) -> None:
         if self.operation is not None:
@@ -115,7 +119,7 @@ class Lane:
         whole = torch.empty(self.layout.total, dtype=self.dtypes.rest, device=self.rest.device)
         own = whole.view(self.comm.ranks, -1)[self.comm.rank]
         own.copy_(self.rest)
-        operation = self.comm.gather(whole, own, self.unit)
+        operation = self.comm.gather(as_bytes(whole), as_bytes(own), self.unit)
         if operation is not None:
             operation.wait()
         self.whole = whole
@@ -152,7 +156,7 @@ class Lane:
 
     @property
     def trainable(self) -> list[bool]:
-        return [p.requires_grad for p in self.parameters]
+        return list(map(_requires_grad, self.parameters))
 
 
 class LaneGradients:

@@ -9,6 +9,7 @@ import copy
 import functools
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,28 @@ class Attached:
         )
 
 
-class BeforeForward(Attached):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+class Eager(Attached):
+    """A call that torch.compile must not look into: its graph breaks here, and goes on behind."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _run_eagerly[type(self)](self, *args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+_run_eagerly: dict[type, Callable[..., Any]] = {}
+
+
+class BeforeForward(Eager):
+    last: int  # id of our AfterForward hook
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
+        if next(reversed(hooks)) != self.last:
+            hooks.move_to_end(self.last)  # hooks registered since then see full parameters too
         if self.unit is self.runtime.root:
             _refuse_other_device(self.runtime.comm.device, args, kwargs)
         if self.unit.whole and not self.unit.cast:
@@ -53,10 +74,10 @@ class BeforeForward(Attached):
         return self.runtime.before_forward(self.unit, args, kwargs)
 
 
-class AfterForward(Attached):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+class AfterForward(Eager):
+    def run(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.unit.whole:
-            _refuse_backward(output)
+            _refuse_backward(self.unit, output)
             if not self.unit.cast:
                 return None
         return self.runtime.after_forward(self.unit, output)
@@ -72,18 +93,32 @@ def _refuse_other_device(device: torch.device, args: Any, kwargs: Any) -> None:
         )
 
 
-def _refuse_backward(output: Any) -> None:
+def _refuse_backward(unit: LiveUnit, output: Any) -> None:
+    """Inside fs.full a gradient may flow to the inputs, not to the parameters."""
+
     def refuse(_: Any) -> None:
-        raise StateError(
-            "backward through a forward that ran inside fs.full", "Run training forwards outside fs.full."
-        )
+        for lane in unit.lanes:
+            for parameter in lane.parameters:
+                if parameter.requires_grad and torch._C._will_engine_execute_node(_accumulator(parameter)):
+                    raise StateError(
+                        "backward through a forward that ran inside fs.full",
+                        "Run training forwards outside fs.full.",
+                    )
 
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(refuse)
 
 
-class StandIn(Attached):
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """The node through which autograd would give this parameter its gradient."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+class StandIn(Eager):
     """`forward` of a module inside a unit, while the unit is at rest: open the unit around it."""
 
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
@@ -92,7 +127,7 @@ class StandIn(Attached):
         self.replaced = module.__dict__.get("forward")  # somebody's own, put back while the unit is full
         functools.update_wrapper(self, module.forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole and not self.unit.cast:
             return self.original(*args, **kwargs)
         args, kwargs = self.runtime.before_forward(self.unit, args, kwargs)
@@ -104,7 +139,7 @@ class StandIn(Attached):
         return output
 
 
-class Recomputed(Attached):
+class Recomputed(Eager):
     """`forward` of a block whose activations are computed again in backward."""
 
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
@@ -112,12 +147,12 @@ class Recomputed(Attached):
         self.original = module.forward
         functools.update_wrapper(self, module.forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self._recompute, *args, use_reentrant=False, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _recompute(self, *args: Any, **kwargs: Any) -> Any:
         with self.runtime.shown(self.unit):
             return self.original(*args, **kwargs)
 
@@ -131,7 +166,8 @@ class MethodGuard(Attached):
         functools.update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.unit.depth or self.unit.whole or self.runtime.options.whole_at_rest:
+        shown_whole = self.runtime.options.whole_at_rest and self.method.__name__ not in _RESETS
+        if self.unit.depth or self.unit.whole or shown_whole:
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "
@@ -203,12 +239,16 @@ class RestGuard:
 
 def attach(runtime: Runtime, model: nn.Module) -> None:
     """Everything a freshly sharded model carries."""
+    for kind in (BeforeForward, AfterForward, StandIn, Recomputed):
+        # Not at import: this brings in torch's compiler, which costs a second.
+        _run_eagerly.setdefault(kind, torch.compiler.disable(kind.run))  # type: ignore[no-untyped-call]
     for unit in runtime.units:
         for module in unit.modules:
             if runtime.options.checkpoint_activations and unit is not runtime.root and any(module.children()):
                 module.__dict__["forward"] = Recomputed(runtime, unit, module)
-            module.register_forward_pre_hook(BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(AfterForward(runtime, unit), always_call=True)
+            before, after = BeforeForward(runtime, unit), AfterForward(runtime, unit)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            before.last = module.register_forward_hook(after, always_call=True).id
         _attach_inside(runtime, unit)
     runtime.guard = guard
     guard(runtime)

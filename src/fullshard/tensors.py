@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_DEPTH = 4
+_DEPTH = 8
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
@@ -24,9 +24,20 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
+    else:
+        for item in _attributes(value).values():
             yield from tensors_in(item, depth - 1)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Of a plain object, slots included."""
+    found = dict(getattr(value, "__dict__", ()))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def map_tensors(
@@ -52,8 +63,8 @@ def map_tensors(
         for key, item in changed.items():
             result[key] = item
         return result
-    if objects and hasattr(value, "__dict__"):
-        attributes = vars(value)
+    if objects:
+        attributes = _attributes(value)
         fresh = {k: map_tensors(v, change, depth - 1, objects) for k, v in attributes.items()}
         different = {k: v for k, v in fresh.items() if v is not attributes[k]}
         if not different:
