@@ -10,67 +10,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 
 import torch
 
-from fullshard.collectives import Comm, Operation, as_bytes
+from fullshard.collectives import Comm, as_bytes
 from fullshard.errors import GradientError, StateError, unit_label
-from fullshard.layout import Piece
 from fullshard.options import Options
-from fullshard.shards import Lane, LaneGradients, piece_view
+from fullshard.packing import LaneReduction, Outgoing, Travel, copy_into, look_at, mean_of_rows, unpackable
+from fullshard.shards import Lane, LaneGradients
 
 _IN_FLIGHT = 2
 _grad = attrgetter("grad")
 _GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
 
 
-class Outgoing:
-    """A lane's send buffer: memory only while gradients travel, views that stay."""
-
-    def __init__(self, lane: Lane, dtype: torch.dtype) -> None:
-        self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
-        self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
-        self.as_bytes = as_bytes(self.flat)
-        self._storage = self.flat.untyped_storage()
-        self._size_bytes = self._storage.nbytes()
-        self.close()
-
-    def open(self) -> None:
-        self._storage.resize_(self._size_bytes)
-
-    def close(self) -> None:
-        self._storage.resize_(0)
-
-
-@dataclass
-class LaneReduction:
-    """What one lane needs to reduce: buffers, what piled up, who was used since the last sum."""
-
-    lane: Lane
-    outgoing: Outgoing | None = None
-    pile: Outgoing | None = None
-    shard_pile: torch.Tensor | None = None
-    used: list[bool] | None = None
-
-    def note(self, used: Sequence[bool]) -> None:
-        self.used = (
-            list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
-        )
-
-
-@dataclass
-class Travel:
-    """One exchange in flight."""
-
-    reduction: LaneReduction
-    received: torch.Tensor
-    operation: Operation | None
-
-    def over(self) -> bool:
-        return self.operation is None or self.operation.over()
+def _nothing(_: int) -> None:
+    pass
 
 
 class Reduction:
@@ -101,7 +58,7 @@ class Reduction:
         for unit in self._line:
             for reduction in self._training[unit]:
                 self._look_at_pile(reduction)
-                _look_at(reduction.lane)
+                look_at(reduction.lane)
 
     # ---- done
 
@@ -151,7 +108,7 @@ class Reduction:
             try:
                 travelling = self._pack(reduction, gradients)
             except (RuntimeError, NotImplementedError) as error:
-                raise _unpackable(reduction.lane, gradients, error) from error
+                raise unpackable(reduction.lane, gradients, error) from error
             if travelling is not None:
                 self._exchange(reduction, travelling)
 
@@ -170,7 +127,7 @@ class Reduction:
             pile.close()
             return outgoing
         outgoing = self._outgoing(reduction)
-        _copy_into(outgoing, gradients)
+        copy_into(outgoing, gradients)
         return outgoing
 
     def _outgoing(self, reduction: LaneReduction) -> Outgoing:
@@ -221,10 +178,10 @@ class Reduction:
         gradients = lane.gradients
         assert gradients is not None
         if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
-            total = _sum(rows, divisor, torch.empty_like(rows[0], dtype=lane.dtypes.sum))
+            total = mean_of_rows(rows, divisor, torch.empty_like(rows[0], dtype=lane.dtypes.sum))
             self._add(reduction, gradients, total)
         else:
-            _sum(rows, divisor, gradients.own)
+            mean_of_rows(rows, divisor, gradients.own)
             gradients.live = True
         for buffer in (reduction.outgoing, reduction.pile):
             if buffer is not None:
@@ -357,71 +314,3 @@ class Reduction:
                 for computing in reduction.lane.computing:
                     computing.grad = None
         self.piled = False
-
-
-def _nothing(_: int) -> None:
-    pass
-
-
-def _look_at(lane: Lane) -> None:
-    """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
-    gradients = lane.gradients
-    shared = gradients is not None and gradients.shared()
-    current = list(map(_grad, lane.parameters))
-    if gradients is None or (shared and any(g is None for g in current)):
-        # Somebody kept gradients that he took off their parameters: leave them to him and begin new ones.
-        # What is still on its parameter is taken over below.
-        gradients = lane.gradients = LaneGradients(lane)
-    gradients.live = gradients.was_live = any(g is not None for g in current)
-    if not gradients.live:
-        return
-    for parameter, piece, view, value in zip(
-        lane.parameters, lane.layout.pieces, gradients.views, current, strict=True
-    ):
-        if value is view:
-            continue
-        with torch.no_grad():
-            if value is None:
-                view.zero_()
-            elif value.shape == view.shape:
-                view.copy_(value)
-                parameter.grad = view
-            else:
-                raise _foreign(lane, piece, value)
-
-
-def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
-    return GradientError(
-        f"{unit_label(lane.unit)}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)}, "
-        "which is not its shard's",
-        "Set p.grad to None before backward, or to a tensor of p's own shape.",
-    )
-
-
-def _copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> None:
-    values = [g for g in gradients if g is not None]
-    views = outgoing.views
-    if len(values) < len(views):
-        outgoing.flat.zero_()
-        views = [v for v, g in zip(views, gradients, strict=True) if g is not None]
-    if values:
-        torch._foreach_copy_(views, values)
-
-
-def _sum(rows: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.Tensor:
-    """The mean of one row a rank, added up in the dtype of `out`."""
-    if len(rows) == 1:
-        out.copy_(rows[0])
-    else:
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
-    return out if divisor == 1 else out.mul_(1.0 / divisor)
-
-
-def _unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:
-    for piece, gradient in zip(lane.layout.pieces, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            return GradientError(
-                f"{unit_label(lane.unit)}: the gradient of {piece.name!r} is sparse",
-                "Use sparse=False, or ignore=.",
-            )
-    return GradientError(f"{unit_label(lane.unit)}: its gradients could not be packed: {error}")
