@@ -126,6 +126,7 @@ def bitwise(a: Tensor, b: Tensor) -> bool:
         return False
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    a, b = (t.to_dense() if t.is_sparse else t for t in (a, b))
     as_bytes = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(*as_bytes)
 

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard import optimizers, surface
 from fullshard.collectives import Comm
 from fullshard.copying import duplicate
-from fullshard.errors import FullshardError, RankMismatch
+from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.live import LiveUnit
 from fullshard.materialize import Materializer
 from fullshard.options import Options
@@ -74,11 +74,16 @@ def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None
 def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) -> None:
     if not materializer.needed:
         return
-    problem = None
+    problem: FullshardError | None = None
     try:
         materializer.fill(modules)
     except FullshardError as error:
         problem = error
+    except Exception as error:  # noqa: BLE001  an initializer of the user's, on one rank perhaps
+        problem = ModelError(
+            f"{type(error).__name__} while initialising the model: {error}", "See its cause."
+        )
+        problem.__cause__ = error
     comm.raise_together(problem)
 
 

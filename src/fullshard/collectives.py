@@ -203,13 +203,7 @@ class Comm:
 
     def raise_together(self, error: FullshardError | None) -> None:
         """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
-        said = self.tell_objects(None if error is None else (type(error), error.what, error.remedy))
-        if error is not None:
-            raise error
-        for rank, other in zip(self.members, said, strict=True):
-            if other is not None:
-                kind, what, remedy = other
-                raise kind(f"rank {rank} reports: {what}", remedy)
+        _raise_first(error, self.members, self.tell_objects(_spoken(error)))
 
     # ---- waiting
 
@@ -309,37 +303,66 @@ def _group(ranks: list[int], backend: str | None = None) -> Any:
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
-def start(device: torch.device) -> None:
+def start() -> None:
     """Start the default process group if there is none: from the launcher, or as a world of one."""
     if dist.is_initialized():
         speak_as(dist.get_rank())
         return
     said = launch()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    speak_as(said.rank)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if said.rendezvous:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(said.local_rank % torch.cuda.device_count())
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    speak_as(dist.get_rank())
 
 
 def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch().ranks
 
 
-def connect(device: torch.device, mesh: DeviceMesh | None, hybrid: bool) -> Comm:
-    """The groups of a mesh. None is all ranks; hybrid then shards inside a node, replicates across."""
+def raise_together_first(error: FullshardError | None, grid: torch.Tensor | None) -> None:
+    """Before there are groups of our own: if one rank failed, all that called raise the same exception."""
+    ranks = dist.get_world_size()
+    members = list(range(ranks)) if grid is None else sorted(int(r) for r in grid.flatten())
+    group = None if len(members) == ranks else _group(members)
+    said: list[Any] = [None] * len(members)
+    if len(members) > 1:
+        dist.all_gather_object(said, _spoken(error), group=group)
+    _raise_first(error, members, said)
+
+
+def _spoken(error: FullshardError | None) -> tuple[type[FullshardError], str, str] | None:
+    return None if error is None else (type(error), error.what, error.remedy)
+
+
+def _raise_first(error: FullshardError | None, members: list[int], said: list[Any]) -> None:
+    if error is not None:
+        raise error
+    for rank, other in zip(members, said, strict=True):
+        if other is not None:
+            kind, what, remedy = other
+            raise kind(f"rank {rank} reports: {what}", remedy)
+
+
+def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
+    """Rows are shard groups, columns replicas. None is all ranks: one row, or with hybrid one a node."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if mesh is not None:
+        return _grid(mesh, hybrid, rank, ranks)
+    inner = launch().local_ranks if hybrid else ranks
+    if ranks % inner:
+        raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
+    return torch.arange(ranks).view(-1, inner)
+
+
+def connect(device: torch.device, grid: torch.Tensor) -> Comm:
+    """The groups of a grid of ranks."""
     if device.type == "cpu":
         return_memory_to_system()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if mesh is None:
-        inner = launch().local_ranks if hybrid else ranks
-        if ranks % inner:
-            raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
-        grid = torch.arange(ranks).view(-1, inner)
-    else:
-        grid = _grid(mesh, hybrid, rank, ranks)
-    row, column = (int(v[0]) for v in torch.where(grid == rank))
+    row, column = (int(v[0]) for v in torch.where(grid == dist.get_rank()))
     members = sorted(int(r) for r in grid.flatten())
     return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members)
 

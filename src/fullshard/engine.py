@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from fullshard import collectives, world
 from fullshard import options as _options
 from fullshard.build import build
 from fullshard.collectives import Comm
-from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError
+from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan import Plan, make_plan
 from fullshard.precision import Precision
@@ -53,33 +54,51 @@ def shard(
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     """
-    said = _options.parse(
-        strategy=strategy,
-        precision=precision,
-        units=units,
-        ignore=ignore,
-        checkpoint_activations=checkpoint_activations,
-        initial=initial,
-        materialize=materialize,
-        check_gradients=check_gradients,
-        prefetch=prefetch,
-    )
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module")
-    device = world.compute_device(_model_device(model))
-    collectives.start(device)
-    comm = collectives.connect(device, mesh, strategy == "hybrid")
-    found, problem = None, None
+    collectives.start()
+    found: _Found | None = None
+    problem: FullshardError | None = None
     try:
-        _refuse_unfit(model)
-        found = find_units(model, said)
+        said = _options.parse(
+            strategy=strategy,
+            precision=precision,
+            units=units,
+            ignore=ignore,
+            checkpoint_activations=checkpoint_activations,
+            initial=initial,
+            materialize=materialize,
+            check_gradients=check_gradients,
+            prefetch=prefetch,
+        )
+        found = _look_at(model, said, mesh)
     except FullshardError as error:
         problem = error
-    comm.raise_together(problem)
+    except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
+        problem = ModelError(f"{type(error).__name__} while looking at the model: {error}", "See its cause.")
+        problem.__cause__ = error
+    collectives.raise_together_first(problem, None if found is None else found.grid)
     assert found is not None
-    _agree_on_model(comm, found, said)
-    build(model, found, comm, said)
+    comm = collectives.connect(found.device, found.grid)
+    _agree_on_model(comm, model, found.units, said)
+    build(model, found.units, comm, said)
     return model
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What this rank sees before it speaks to the others."""
+
+    device: torch.device
+    grid: torch.Tensor
+    units: list[Unit]
+
+
+def _look_at(model: nn.Module, said: Options, mesh: DeviceMesh | None) -> _Found:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module", "Pass the model.")
+    device = world.compute_device(_model_device(model))
+    grid = collectives.rank_grid(mesh, said.strategy == "hybrid")
+    _refuse_unfit(model)
+    return _Found(device, grid, find_units(model, said))
 
 
 def plan(
@@ -116,7 +135,10 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Around all micro-batches but the last: postpones communication where the strategy allows it."""
+    """Around all micro-batches but the last: postpones communication where the strategy allows it.
+
+    Do not edit parameters through `p.data` between these micro-batches: full values may be kept.
+    """
     reduction = _runtime(model).reduction
     before, reduction.postponing = reduction.postponing, True
     try:
@@ -185,32 +207,38 @@ def _refuse_unfit(model: nn.Module) -> None:
                     "Call model.zero_grad() before fs.shard.",
                 )
     if next(model.parameters(), None) is None:
-        raise ModelError("the model has no parameters")
+        raise ModelError("the model has no parameters", "There is nothing to shard.")
 
 
-def _agree_on_model(comm: Comm, units: list[Unit], said: Options) -> None:
+def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Options) -> None:
     """Ranks that built different models, or asked for different things, are told apart by name."""
-    rows = [
-        f"parameter {m.name!r} of shape {m.shape}, {m.parameter.dtype}, "
-        f"{'trainable' if m.parameter.requires_grad else 'frozen'}, in unit {unit.name!r}"
-        for unit in units
-        for m in unit.members
-    ]
-    rows.append(
-        f"strategy {said.strategy!r}, {said.precision}, "
-        f"checkpoint_activations={said.checkpoint_activations}, initial={said.initial!r}, "
-        f"check_gradients={said.check_gradients}, prefetch={said.prefetch}"
-    )
+    asked = ("strategy", "precision", "checkpoint_activations", "initial", "check_gradients", "prefetch")
+    rows = [f"option {name}={getattr(said, name)!r}" for name in asked]
+    for unit in units:
+        for m in unit.members:
+            kind = "trainable" if m.parameter.requires_grad else "frozen"
+            rows.append(
+                f"parameter {m.name!r} of shape {m.shape}, {m.parameter.dtype}, {kind}, "
+                f"in {unit_label(unit.name)}"
+            )
+    rows += [f"buffer {n!r} of shape {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    digests = comm.tell_objects(digest)
-    if len(set(digests)) == 1:
+    if len(set(comm.tell_objects(digest))) == 1:
         return
     everyone = comm.tell_objects(rows)
     for rank, theirs in zip(comm.members, everyone, strict=True):
         if theirs != everyone[0]:
-            pairs = zip([*theirs, "nothing"], [*everyone[0], "nothing"], strict=False)
-            first = next((a, b) for a, b in pairs if a != b)
+            here, there = _first_difference(theirs, everyone[0])
             raise RankMismatch(
-                f"rank {rank} has {first[0]}, where rank {comm.members[0]} has {first[1]}",
+                f"rank {rank} has {here}, where rank {comm.members[0]} has {there}",
                 "Build the same model with the same options on every rank.",
             )
+
+
+def _first_difference(mine: list[str], first: list[str]) -> tuple[str, str]:
+    """The first row that only one side has; an inserted row is not blamed on the one behind it."""
+    pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
+    here, there = next((a, b) for a, b in pairs if a != b)
+    if there in mine:
+        return here, "nothing"
+    return ("nothing", there) if here in first else (here, there)

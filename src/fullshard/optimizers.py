@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard import gradients
+from fullshard import norms
 from fullshard.collectives import Comm
 from fullshard.errors import OptimizerError, StateError
 from fullshard.runtime import Runtime
@@ -52,7 +52,7 @@ def _comm_of_gradient(gradient: torch.Tensor) -> Comm | None:
     return None
 
 
-gradients.owners_comm = _comm_of_gradient
+norms.owners_comm = _comm_of_gradient
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

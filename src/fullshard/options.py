@@ -67,7 +67,7 @@ def parse(
         ("prefetch", prefetch),
     ):
         if not isinstance(flag, bool):
-            raise OptionError(f"{name} is {flag!r}, which is neither True nor False")
+            raise OptionError(f"{name} is {flag!r}, which is neither True nor False", "Give a bool.")
     if materialize is not None and not callable(materialize):
         raise OptionError(f"materialize is {materialize!r}", "Give a function of one module.")
     return Options(
@@ -107,8 +107,10 @@ def _units(units: Any) -> UnitChoice:
 
 
 def _ignore(ignore: Any) -> tuple[Any, ...]:
-    entries = (ignore,) if isinstance(ignore, str | nn.Module | nn.Parameter) else tuple(ignore)
+    kinds = (str, nn.Module, nn.Parameter)
+    listed = isinstance(ignore, list | tuple | set | frozenset)
+    entries = tuple(ignore) if listed else (ignore,)
     for entry in entries:
-        if not isinstance(entry, str | nn.Module | nn.Parameter):
+        if not isinstance(entry, kinds):
             raise OptionError(f"ignore contains {entry!r}", "Give modules, parameters or names.")
     return entries

@@ -46,6 +46,7 @@ class Reduction:
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
         self.piled = False
+        self._bad: list[str] = []  # parameters whose local gradients are not finite
 
     # ---- begin
 
@@ -109,6 +110,8 @@ class Reduction:
                 travelling = self._pack(reduction, gradients)
             except (RuntimeError, NotImplementedError) as error:
                 raise unpackable(reduction.lane, gradients, error) from error
+            if self._options.check_gradients:
+                self._bad += _not_finite(reduction.lane, gradients)
             if travelling is not None:
                 self._exchange(reduction, travelling)
 
@@ -275,22 +278,25 @@ class Reduction:
         return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
 
     def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:
-        bad = []
-        for reduction in reductions:
-            gradients = reduction.lane.gradients
-            assert gradients is not None
-            for piece, view in zip(reduction.lane.layout.pieces, gradients.views, strict=True):
-                if not bool(torch.isfinite(view.part).all()):
-                    bad.append(
-                        f"rank {self._comm.world_rank} found one in parameter {piece.name!r} of "
-                        f"{unit_label(reduction.lane.unit)}"
-                    )
-        said = [line for lines in self._comm.tell_objects(bad[:4]) for line in lines]
+        """Named by the rank whose batch made them; those that only the sum made, by the rank that summed."""
+        bad, self._bad = self._bad, []
+        said = [f"rank {r} made one in {line}" for r, line in self._tell(bad)]
+        if not said:
+            summed = []
+            for reduction in reductions:
+                gradients = reduction.lane.gradients
+                assert gradients is not None
+                summed += _not_finite(reduction.lane, [view.part for view in gradients.views])
+            said = [f"rank {r} found one in the sum for {line}" for r, line in self._tell(summed)]
         if said:
             raise GradientError(
                 f"gradients are not finite (step {self._comm.step}): {'; '.join(said)}",
                 "Look at the loss scale, the learning rate and this step's batch; p.grad was not set.",
             )
+
+    def _tell(self, lines: list[str]) -> list[tuple[int, str]]:
+        everyone = zip(self._comm.members, self._comm.tell_objects(lines[:4]), strict=True)
+        return [(rank, line) for rank, theirs in everyone for line in theirs]
 
     def require_nothing_piled(self) -> None:
         if self.piled:
@@ -314,3 +320,11 @@ class Reduction:
                 for computing in reduction.lane.computing:
                     computing.grad = None
         self.piled = False
+
+
+def _not_finite(lane: Lane, gradients: Sequence[torch.Tensor | None]) -> list[str]:
+    return [
+        f"parameter {piece.name!r} of {unit_label(lane.unit)}"
+        for piece, gradient in zip(lane.layout.pieces, gradients, strict=True)
+        if gradient is not None and not bool(torch.isfinite(gradient).all())
+    ]

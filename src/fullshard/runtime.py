@@ -150,12 +150,12 @@ class Runtime:
         """Kept full values outlive their pass only from one micro-batch inside fs.accumulate to the next.
 
         Version counters alone are not enough to trust across passes: `p.data.copy_()` does not move
-        them, and a fused optimizer does not move those of a rank's empty shards.
+        them, and a fused optimizer may not; so optimizer steps are counted as well.
         """
         before = self._versions
         keeping = self.reduction.postponing and not self.options.releases_after_forward
         self.gathering.keeping = keeping
-        now = list(map(_version, self.parameters)) if keeping or before is not None else None
+        now = [self.steps, *map(_version, self.parameters)] if keeping or before is not None else None
         self._versions = now if keeping else None
         return before is not None and before == now
 

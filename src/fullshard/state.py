@@ -194,7 +194,9 @@ def _to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
             )
         return value.local
     if not isinstance(value, torch.Tensor):
-        raise ModelError(f"{key!r} in the state dict is a {type(value).__name__}, not a tensor")
+        raise ModelError(
+            f"{key!r} in the state dict is a {type(value).__name__}, not a tensor", "Load tensors."
+        )
     if tuple(value.shape) != piece.shape:
         raise ModelError(
             f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.shape} in the model",

@@ -111,7 +111,10 @@ def _ignored(model: nn.Module, options: Options) -> set[int]:
             ]
         if not hit:
             label = entry if isinstance(entry, str) else type(entry).__name__
-            raise OptionError(f"ignore names {label!r}, but the model has no such parameter or module")
+            raise OptionError(
+                f"ignore names {label!r}, but the model has no such parameter or module",
+                "Give names as model.named_parameters() shows them.",
+            )
         ignored.update(id(p) for p in hit)
     return ignored
 

@@ -30,15 +30,20 @@ def launch() -> Launch:
     stall = _number("FULLSHARD_STALL_TIMEOUT_S", 600.0)
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if os.environ.get(name)]
-    if not given:
-        return Launch(stall_timeout_s=stall)
+    if not ({"RANK", "WORLD_SIZE"} & set(given)):
+        return Launch(stall_timeout_s=stall)  # an address alone says nothing about ranks
     missing = [name for name in names if name not in given]
-    if missing and int(_number("WORLD_SIZE", 1)) > 1:
+    rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
+    if missing and not ("WORLD_SIZE" in given and ranks == 1):
         raise OptionError(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}",
             "Launch with torchrun, which sets all four, or unset them to run as a world of one.",
         )
-    rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
+    if not 0 <= rank < ranks:
+        raise OptionError(
+            f"the environment sets RANK={rank} and WORLD_SIZE={ranks}",
+            "Launch with torchrun; ranks count from 0 to WORLD_SIZE - 1.",
+        )
     return Launch(
         rank=rank,
         ranks=ranks,
@@ -80,4 +85,6 @@ def _number(name: str, default: float) -> float:
     try:
         return float(text)
     except ValueError:
-        raise OptionError(f"the environment variable {name} is {text!r}, not a number") from None
+        raise OptionError(
+            f"the environment variable {name} is {text!r}, not a number", "Launch with torchrun, or unset it."
+        ) from None
