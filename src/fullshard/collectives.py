@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
 from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
-from fullshard.world import Launch, launch, return_memory_to_system
+from fullshard.world import Launch, launch
 
 _POLL = timedelta(seconds=1)
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
@@ -360,8 +360,6 @@ def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
 
 def connect(device: torch.device, grid: torch.Tensor) -> Comm:
     """The groups of a grid of ranks."""
-    if device.type == "cpu":
-        return_memory_to_system()
     row, column = (int(v[0]) for v in torch.where(grid == dist.get_rank()))
     members = sorted(int(r) for r in grid.flatten())
     return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members)

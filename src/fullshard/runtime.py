@@ -31,9 +31,11 @@ from fullshard.plan import Plan
 from fullshard.reduction import Reduction
 from fullshard.shards import Lane
 from fullshard.tensors import cast_floats, first_node, map_tensors, tensors_in
+from fullshard.world import return_memory_to_system
 
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
+_TRIM_EVERY = 10  # passes
 _version = attrgetter("_version")
 
 
@@ -73,6 +75,7 @@ class Runtime:
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
         self._tasks: list[int] = []
+        self._passes = 0
         self.steps = 0  # optimizer steps taken on these parameters
         self._values = self._values_in_backward = (0, 0)
         for unit in self.units:
@@ -142,6 +145,9 @@ class Runtime:
             self.gathering.recover()
             self.reduction.drop()
         self._follow_user()
+        self._passes += 1
+        if self._passes % _TRIM_EVERY == 0 and self.comm.device.type == "cpu":
+            return_memory_to_system()
         self._values = self._current_values()
         self.gathering.begin_pass(self._still_valid())
         self.comm.phase = "forward"
