@@ -143,7 +143,7 @@ def _show_resting(
 def _nest(units: list[LiveUnit]) -> None:
     for unit in units[1:]:
         inside = {id(m) for module in unit.modules for m in module.modules()}
-        unit.inner = [u for u in units[1:] if u is not unit and id(u.modules[0]) in inside]
+        unit.hold([u for u in units[1:] if u is not unit and id(u.modules[0]) in inside])
 
 
 def _attach_state(runtime: Runtime, model: nn.Module) -> None:

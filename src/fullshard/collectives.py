@@ -216,7 +216,6 @@ class Comm:
         if work.is_completed():
             work.wait()  # raises what went wrong, if anything did
             records.end(channel, number)
-            self._check_agreement(channel)
             return
         records.wait_begin(channel, number)
         begun = time.monotonic()
@@ -230,22 +229,20 @@ class Comm:
         finally:
             records.wait_end()
         records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
-        self._check_agreement(channel)
 
     def check_agreement(self) -> None:
-        """Once a step where waiting does not check it: are all ranks of this host in the same operations?"""
-        if not self._host_waits:
-            for channel in ("gather", "reduce"):
-                self._check_agreement(channel)
+        """At the end of each pass: were all ranks of this host in the same operations?
 
-    def _check_agreement(self, channel: str) -> None:
-        strangers = self.records.disagreement(channel)
-        if strangers:
-            raise RankMismatch(
-                f"ranks are in different operations: {self.records.places()[self.records.rank]}; "
-                + "; ".join(map(str, strangers)),
-                "Every rank must make the same calls on a sharded model in the same order.",
-            )
+        Not after each operation: looking at one peer's record costs as much as issuing a gather.
+        """
+        for channel in ("gather", "reduce", "control"):
+            strangers = self.records.disagreement(channel)
+            if strangers:
+                raise RankMismatch(
+                    f"ranks are in different operations: {self.records.places()[self.records.rank]}; "
+                    + "; ".join(map(str, strangers)),
+                    "Every rank must make the same calls on a sharded model in the same order.",
+                )
 
     def _still_waiting(self, error: RuntimeError, channel: str, number: int, begun: float) -> None:
         verdict = self.records.verdict(channel, number)

@@ -33,7 +33,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
             memo[id(lane)] = _lane(lane, memo)
     units = [_unit(unit, memo) for unit in runtime.units]
     for unit, old in zip(units, runtime.units, strict=True):
-        unit.inner = [units[inner.index] for inner in old.inner]
+        unit.hold([units[inner.index] for inner in old.inner])
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
     order = runtime.gathering.order

@@ -160,7 +160,7 @@ class Gathering:
         order = self.order or self._settle()
         kept = {unit.index for unit in self.units if unit.state is not State.AT_REST}
         self._fresh = {0} if self._options.releases_after_forward else kept
-        inside = [{inner.index for inner in unit.inner} for unit in self.units]
+        inside = [unit.inner_indices for unit in self.units]
         self.backward = Walk(backward_order(order, inside, self._not_in_backward or set()))
         self._ahead = None
         self.root.ready()  # an evaluation between forward and backward may have let it go

@@ -43,6 +43,7 @@ class LiveUnit:
         self.modules, self.lanes, self.slots = tuple(modules), list(lanes), slots
         self.sites = list(sites)  # every (module, attribute) that shows one of its parameters
         self.inner: list[LiveUnit] = []  # units inside this one's module
+        self.inner_indices: frozenset[int] = frozenset()
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
         self.releasable = bool(self.storages)
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
@@ -57,6 +58,9 @@ class LiveUnit:
         self.called = False  # by a forward whose backward is not over
         self.pending = 0  # such calls whose input node has not come up yet
         self.task = NO_TASK  # graph task in which its backward began
+
+    def hold(self, inner: list[LiveUnit]) -> None:
+        self.inner, self.inner_indices = inner, frozenset(unit.index for unit in inner)
 
     duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime
 

@@ -8,7 +8,7 @@ on each pass is a walk along the order: a rank that skips a unit takes part in i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 
 class Walk:
@@ -93,7 +93,7 @@ def _nested(order: Sequence[int], parents: Sequence[int]) -> list[int]:
     return flat(top)
 
 
-def backward_order(order: Sequence[int], inside: Sequence[set[int]], left_out: set[int]) -> list[int]:
+def backward_order(order: Sequence[int], inside: Sequence[Set[int]], left_out: Set[int]) -> list[int]:
     """The order in which backwards begin, without the root (full from the start) and without `left_out`.
 
     That is the reverse, except that a unit begins before those inside it: `inside[u]` are u's.

@@ -188,13 +188,17 @@ class Peer:
         there = replace(now, channel=channel, phase=phase, unit=unit, waiting=False)
         return replace(there, number=entry.number, step=entry.step)
 
-    def agrees(self, channel: str, number: int, label_hash: bytes) -> bool:
-        """Whether the rank began this very operation: the short way, one read. No says nothing."""
+    def ring(self, channel: str) -> bytes:
+        """The rank's recent operations of a channel as they are now, in one read; empty if not known."""
         found = self._channels.get(channel)
-        data = self._read(found[0] + (number & (RING - 1)) * ENTRY.size, ENTRY.size) if found else None
-        if data is None:
+        return (self._read(found[0], RING * ENTRY.size) if found else None) or b""
+
+    @staticmethod
+    def agrees(ring: bytes, number: int, label_hash: bytes) -> bool:
+        """Whether the rank began this very operation: the short way. No says nothing."""
+        if not ring:
             return False
-        first, label, _, _, last = ENTRY.unpack(data)
+        first, label, _, _, last = ENTRY.unpack_from(ring, (number & (RING - 1)) * ENTRY.size)
         return bool(first == last == number and label[16:] == label_hash)
 
     def entry(self, channel: str, number: int) -> Entry | None:

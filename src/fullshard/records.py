@@ -228,17 +228,18 @@ class Records:
 
     def _differences(self, channel: str, newest: int) -> list[Place]:
         state, found = self._channels[channel], []
-        # Once all have met, only files already open: this runs with every operation, and most ranks of a
-        # large run are on other hosts.
+        # Once all have met, only files already open: this runs with every pass, and most ranks of a large
+        # run are on other hosts.
         for rank in list(self._peers) if self._met else range(self.ranks):
             if rank not in state.others or not (rank in self._peers or self._place(rank)):
                 continue
             peer = self._peers[rank]
             number = max(self._agreed.get((channel, rank), 0), state.number - RING)
+            ring = peer.ring(channel)
             while number < newest:
                 # Equal texts have equal hashes; offsets and channel indices are each process's own.
                 mine = state.recent[(number + 1) & (RING - 1)][0][16:]
-                if not peer.agrees(channel, number + 1, mine):
+                if not peer.agrees(ring, number + 1, mine):
                     theirs = peer.entry(channel, number + 1)
                     if theirs is None or theirs.number <= number:
                         break  # not begun, or not known

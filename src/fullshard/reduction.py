@@ -78,11 +78,12 @@ class Reduction:
             self._at += 1
             self._send(head)
 
-    def skip_to(self, stops: set[int], called: Callable[[int], bool]) -> None:
-        """This rank's backward has come to the first of `stops`: earlier units it never called go now."""
+    def skip_to(self, unit: int, inner: frozenset[int], called: Callable[[int], bool]) -> None:
+        """This rank's backward has come to `unit`: units before it, and before those inside it, that this
+        rank never called go now."""
         while self._at < len(self._line):
             head = self._line[self._at]
-            if head in stops or called(head):
+            if head == unit or called(head) or head in inner:
                 return
             self._at += 1
             self._send(head)

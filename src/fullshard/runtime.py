@@ -24,7 +24,7 @@ from torch import nn
 from fullshard.collectives import Comm
 from fullshard.errors import StateError, Unsupported, unit_label
 from fullshard.gathering import Gathering, current_task
-from fullshard.live import NO_TASK, LiveUnit
+from fullshard.live import NO_TASK, LiveUnit, State
 from fullshard.options import Options
 from fullshard.order import reduce_order
 from fullshard.plan import Plan
@@ -126,7 +126,10 @@ class Runtime:
         node = unit.calls.pop()
         unit.leave()
         grad = torch.is_grad_enabled()
-        output = map_tensors(output, partial(_exit, unit, grad))
+        if type(output) is torch.Tensor:
+            output = _exit(unit, grad, output)
+        else:
+            output = map_tensors(output, partial(_exit, unit, grad))
         hooked = grad and self._hook(unit, output, node)
         unit.unhooked |= grad and not hooked and unit.trains()
         if unit is self.root and self.options.precision.outputs is not None:
@@ -138,6 +141,7 @@ class Runtime:
                 gathering.leave(unit, hooked)
             elif unit.depth == 0:
                 gathering.end_pass(keep=hooked)
+                self.comm.check_agreement()
         return output
 
     def _begin_pass(self) -> None:
@@ -188,7 +192,10 @@ class Runtime:
     def _hook(self, unit: LiveUnit, output: Any, node: torch.autograd.graph.Node | None) -> bool:
         """Be told when the backward of this forward begins and ends; False if it has none."""
         hooked = False
-        for tensor in chain(tensors_in(output), unit.results_in_attributes()):
+        outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
+        if unit.left is None or unit.left:
+            outputs = chain(outputs, unit.results_in_attributes())
+        for tensor in outputs:
             for made_by in _nodes(tensor) if tensor.requires_grad else ():
                 begins = self._turn_of(made_by).begins
                 if unit not in begins:
@@ -224,14 +231,22 @@ class Runtime:
     # ---- backward
 
     def turn(self, turn: Turn) -> None:
-        if turn.begins and torch.is_grad_enabled():
-            _refuse_double_backward(turn.begins[0])
-        with torch.no_grad():
-            ended = [unit for unit in turn.ends if self._ended(unit)]
-            for unit in turn.begins:
+        if torch.is_grad_enabled():  # only under create_graph
+            if turn.begins:
+                _refuse_double_backward(turn.begins[0])
+            with torch.no_grad():
+                self._take(turn)
+        else:
+            self._take(turn)
+
+    def _take(self, turn: Turn) -> None:
+        ended = [unit for unit in turn.ends if self._ended(unit)]
+        task = current_task()
+        for unit in turn.begins:
+            if unit.task != task or unit.state is not State.FULL:
                 self._begin(unit, turn.values)
-            for unit in ended:
-                self.reduction.done(unit.index, self._called)
+        for unit in ended:
+            self.reduction.done(unit.index, self._called)
 
     def _called(self, index: int) -> bool:
         return self.units[index].called
@@ -260,7 +275,7 @@ class Runtime:
             _at_end_of_task(lambda: self._end_segment(task))
         unit.task = task
         self.gathering.began(unit)
-        self.reduction.skip_to({unit.index, *(inner.index for inner in unit.inner)}, self._called)
+        self.reduction.skip_to(unit.index, unit.inner_indices, self._called)
         self.gathering.need(unit)
 
     def _begin_backward(self) -> None:
@@ -288,8 +303,8 @@ class Runtime:
             self.gathering.pass_rest_of_backward()
             self.reduction.flush()
             self.gathering.end_backward()
+            self.comm.check_agreement()  # before anything reaches p.grad
             self.reduction.finish()
-            self.comm.check_agreement()
             if not self.reduction.postponing:
                 self.comm.step += 1
 
@@ -306,6 +321,7 @@ class Runtime:
             for lane in unit.lanes:
                 lane.open_whole()
             unit.whole = True
+        self.comm.check_agreement()
         try:
             yield
         finally:
