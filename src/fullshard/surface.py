@@ -157,6 +157,40 @@ class Recomputed(Eager):
             return self.original(*args, **kwargs)
 
 
+class Compiled(Attached):
+    """`forward` of a unit's module, compiled; our hooks stay outside the compiled region."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, original: Any, options: tuple[Any, Any]) -> None:
+        super().__init__(runtime, unit)
+        self.original, self.options = original, options
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Made when first called, and again by a copy: a compiled function is bound to its own module.
+        if "call" not in self.__dict__:
+            self.__dict__["call"] = torch.compile(self.original, *self.options[0], **self.options[1])
+        return self.__dict__["call"](*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.__dict__.pop("call", None)
+        return super().__deepcopy__(memo)
+
+
+class Compile(Attached):
+    """`module.compile()`: torch's own would compile the call with our hooks in it."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+        super().__init__(runtime, unit)
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        forward = self.module.forward
+        if isinstance(forward, Recomputed):
+            forward.original = Compiled(self.runtime, self.unit, forward.original, (args, kwargs))
+        else:
+            self.module.__dict__["forward"] = Compiled(self.runtime, self.unit, forward, (args, kwargs))
+
+
 class MethodGuard(Attached):
     """A method other than forward that reads parameters of its own module."""
 
@@ -246,6 +280,7 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
         for module in unit.modules:
             if runtime.options.checkpoint_activations and unit is not runtime.root and any(module.children()):
                 module.__dict__["forward"] = Recomputed(runtime, unit, module)
+            module.__dict__["compile"] = Compile(runtime, unit, module)
             before, after = BeforeForward(runtime, unit), AfterForward(runtime, unit)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             before.last = module.register_forward_hook(after, always_call=True).id
