@@ -166,6 +166,8 @@ def _mixtral() -> nn.Module:
             max_position_embeddings=32,
             use_cache=False,
             router_jitter_noise=0.0,
+            output_router_logits=True,  # a loss on what inner modules gave, recorded beside the block outputs
+            router_aux_loss_coef=0.1,
         )
     )
 

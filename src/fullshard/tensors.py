@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 _DEPTH = 8
+_PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device)
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor a caller could reach from `value`."""
+    return _walk(value, _DEPTH, set())
+
+
+def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
         return
-    elif isinstance(value, tuple | list | set | frozenset):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+    if depth == 0 or isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    items: Iterable[Any]
+    if isinstance(value, tuple | list | set | frozenset):
+        items = value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
+        items = value.values()
     else:
-        for item in _attributes(value).values():
-            yield from tensors_in(item, depth - 1)
+        items = _attributes(value).values()
+    for item in items:
+        yield from _walk(item, depth - 1, seen)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -40,40 +47,48 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def map_tensors(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH, objects: bool = True
-) -> Any:
-    """`value` with its tensors changed; the same object where nothing changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
-        return value
-    if isinstance(value, tuple | list):
-        items = [map_tensors(item, change, depth - 1, objects) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], objects: bool = True) -> Any:
+    """`value` with its tensors changed; the same object where nothing changed.
+
+    Without `objects` only tuples, lists and dicts are looked into: others keep their identity.
+    """
+    return _Map(change, objects).map(value, _DEPTH)
+
+
+class _Map:
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor], objects: bool) -> None:
+        self._change, self._objects = change, objects
+        self._done: dict[int, Any] = {}  # an object reached twice is changed once
+
+    def map(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._change(value)
+        if depth == 0 or isinstance(value, _PLAIN):
             return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, dict):
-        changed = {k: map_tensors(v, change, depth - 1, objects) for k, v in value.items()}
-        if all(changed[k] is value[k] for k in value):
+        if id(value) not in self._done:
+            self._done[id(value)] = value  # a circle ends here
+            self._done[id(value)] = self._inside(value, depth - 1)
+        return self._done[id(value)]
+
+    def _inside(self, value: Any, depth: int) -> Any:
+        if isinstance(value, tuple | list):
+            items = [self.map(item, depth) for item in value]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not isinstance(value, dict) and not self._objects:
+            return value
+        held = value if isinstance(value, dict) else _attributes(value)
+        changed = {key: new for key, item in held.items() if (new := self.map(item, depth)) is not item}
+        if not changed:
             return value
         result = copy.copy(value)
         for key, item in changed.items():
-            result[key] = item
+            if isinstance(value, dict):
+                result[key] = item
+            else:
+                object.__setattr__(result, key, item)
         return result
-    if objects:
-        attributes = _attributes(value)
-        fresh = {k: map_tensors(v, change, depth - 1, objects) for k, v in attributes.items()}
-        different = {k: v for k, v in fresh.items() if v is not attributes[k]}
-        if not different:
-            return value
-        result = copy.copy(value)
-        for key, item in different.items():
-            object.__setattr__(result, key, item)
-        return result
-    return value
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
