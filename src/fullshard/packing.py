@@ -41,8 +41,15 @@ class LaneReduction:
     lane: Lane
     outgoing: Outgoing | None = None
     pile: Outgoing | None = None
+    holds_pile: bool = False  # the pile has something that was not sent yet
     shard_pile: torch.Tensor | None = None
     used: list[bool] | None = None
+
+    def drop_pile(self) -> None:
+        self.shard_pile = self.used = None
+        self.holds_pile = False
+        if self.pile is not None:
+            self.pile.close()
 
     def note(self, used: Sequence[bool]) -> None:
         self.used = (
@@ -55,8 +62,10 @@ class Travel:
     """One exchange in flight."""
 
     reduction: LaneReduction
+    sent: Outgoing
     received: torch.Tensor
     operation: Operation | None
+    divisor: int
 
     def over(self) -> bool:
         return self.operation is None or self.operation.over()

@@ -107,23 +107,26 @@ class Reduction:
             if self.absent:
                 gradients = [None] * len(gradients)
             reduction.note([g is not None for g in gradients])
+            if self._options.check_gradients:
+                self._bad += _not_finite(reduction.lane, gradients)
+            from_pile = reduction.holds_pile
             try:
                 travelling = self._pack(reduction, gradients)
             except (RuntimeError, NotImplementedError) as error:
                 raise unpackable(reduction.lane, gradients, error) from error
-            if self._options.check_gradients:
-                self._bad += _not_finite(reduction.lane, gradients)
             if travelling is not None:
-                self._exchange(reduction, travelling)
+                self._exchange(reduction, travelling, from_pile)
 
     def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> Outgoing | None:
         lane = reduction.lane
         if self.postponing and self._options.piles_up:
             self._pile_up(reduction, gradients)
             return None
-        if reduction.pile is not None and self.piled:
-            self._pile_up(reduction, gradients)
-            pile = reduction.pile
+        while any(travel.reduction is reduction for travel in self._travels):
+            self._arrive(self._travels.pop(0))  # its buffers are still on the way
+        if reduction.holds_pile:
+            pile = self._pile_up(reduction, gradients)
+            reduction.holds_pile = False
             if lane.dtypes.wire == pile.flat.dtype:
                 return pile
             outgoing = self._outgoing(reduction)
@@ -137,32 +140,33 @@ class Reduction:
     def _outgoing(self, reduction: LaneReduction) -> Outgoing:
         if reduction.outgoing is None:
             reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.wire)
-        else:
-            while any(travel.reduction is reduction for travel in self._travels):
-                self._arrive(self._travels.pop(0))
         reduction.outgoing.open()
         return reduction.outgoing
 
-    def _pile_up(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _pile_up(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> Outgoing:
+        """Add to what waits for the last micro-batch, weighted so that every rank counts alike."""
         if reduction.pile is None:
             reduction.pile = Outgoing(reduction.lane, reduction.lane.dtypes.sum)
         pile = reduction.pile
-        if not pile.flat.untyped_storage().nbytes():
+        if not reduction.holds_pile:
             pile.open()
             pile.flat.zero_()
+            reduction.holds_pile = True
         weight = self._comm.all_ranks / self.active_ranks if self.active_ranks else 1.0
         there = [(v, g) for v, g in zip(pile.views, gradients, strict=True) if g is not None]
         if there:
             views, values = zip(*there, strict=True)
             torch._foreach_add_(list(views), [v.to(pile.flat.dtype) for v in values], alpha=weight)
+        return pile
 
-    def _exchange(self, reduction: LaneReduction, sent: Outgoing) -> None:
+    def _exchange(self, reduction: LaneReduction, sent: Outgoing, from_pile: bool) -> None:
+        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
         if self._comm.ranks == 1:
-            self._travels.append(Travel(reduction, sent.flat, None))
+            self._travels.append(Travel(reduction, sent, sent.flat, None, divisor))
         else:
             received = torch.empty_like(sent.flat)
             operation = self._comm.exchange(as_bytes(received), sent.as_bytes, reduction.lane.unit)
-            self._travels.append(Travel(reduction, received, operation))
+            self._travels.append(Travel(reduction, sent, received, operation, divisor))
         # Ranks on different paths finish units in different orders: waiting here could close a circle.
         while len(self._travels) > _IN_FLIGHT and (not self.diverges or self._travels[0].over()):
             self._arrive(self._travels.pop(0))
@@ -177,9 +181,7 @@ class Reduction:
             travel.operation.wait()
         reduction, lane = travel.reduction, travel.reduction.lane
         rows = travel.received.view(self._comm.ranks, -1)
-        from_pile = self.piled and self._options.piles_up  # weighted when it was piled up
-        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
-        gradients = lane.gradients
+        divisor, gradients = travel.divisor, lane.gradients
         assert gradients is not None
         if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
             total = mean_of_rows(rows, divisor, torch.empty_like(rows[0], dtype=lane.dtypes.sum))
@@ -187,9 +189,7 @@ class Reduction:
         else:
             mean_of_rows(rows, divisor, gradients.own)
             gradients.live = True
-        for buffer in (reduction.outgoing, reduction.pile):
-            if buffer is not None:
-                buffer.close()
+        travel.sent.close()
 
     def _add(self, reduction: LaneReduction, gradients: LaneGradients, total: torch.Tensor) -> None:
         if self._comm.replicas > 1:
@@ -218,6 +218,8 @@ class Reduction:
         self.piled = False
         reductions = [r for unit in self._line for r in self._training[unit]]
         used = self._agree_on_used(reductions)
+        for reduction in reductions:
+            reduction.used = None
         if self._options.check_gradients:
             self._check_finite(reductions)
         listeners = []
@@ -231,7 +233,6 @@ class Reduction:
                     parameter.grad = view
                     if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # ours is one
                         listeners.append(parameter)
-            reduction.used = None
         for parameter in listeners:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 if not getattr(hook, "is_fullshard_guard", False):
@@ -256,9 +257,7 @@ class Reduction:
         gradients.holder.postponed = False
         training = [p for p in reduction.lane.parameters if p.requires_grad]
         if gradients.holder.zeroed or all(p.grad is None for p in training):
-            reduction.shard_pile = reduction.used = None  # zero_grad() between micro-batches
-            if reduction.pile is not None:
-                reduction.pile.close()
+            reduction.drop_pile()  # zero_grad() between micro-batches
         gradients.holder.zeroed = False
         if not gradients.was_live:
             for parameter, view in zip(reduction.lane.parameters, gradients.views, strict=True):
@@ -268,6 +267,9 @@ class Reduction:
     def _agree_on_used(self, reductions: Sequence[LaneReduction]) -> list[list[bool]]:
         """Which parameters any rank used. Read back only by a rank that did not use them all itself."""
         local = [r.used or [False] * len(r.lane.parameters) for r in reductions]
+        for flags_of, reduction in zip(local, reductions, strict=True):
+            for i, trains in enumerate(reduction.lane.trainable):
+                flags_of[i] |= not trains  # frozen since: nothing to ask the others about
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
@@ -314,10 +316,9 @@ class Reduction:
         self._travels.clear()
         for lanes in self._units:
             for reduction in lanes:
-                reduction.used = reduction.shard_pile = None
-                for buffer in (reduction.outgoing, reduction.pile):
-                    if buffer is not None:
-                        buffer.close()
+                reduction.drop_pile()
+                if reduction.outgoing is not None:
+                    reduction.outgoing.close()
                 for computing in reduction.lane.computing:
                     computing.grad = None
         self.piled = False
