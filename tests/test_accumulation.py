@@ -56,7 +56,5 @@ def test_gradients_that_come_in_two_parts_are_counted_once_under_accumulation(st
     pieces = [[batch(step, rank) for rank in range(2)] for step in range(STEPS * MICRO_BATCHES)]
     model = build(Recurrent)
     expected = reference.train(model, pieces, _loss, reference.sgd, STEPS, accumulate=MICRO_BATCHES)
-        build(Recurrent), pieces, _loss, reference.sgd, STEPS, accumulate=MICRO_BATCHES
-    )
     found = reference.combine(ranks.run(_train, 2, strategy))
     reference.assert_close_trace(found, expected, rtol=2e-5, atol=2e-6)

@@ -205,7 +205,7 @@ class MethodGuard(Attached):
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "
-            f"{', '.join(self.reads)} while {unit_label(self.unit.name)} is at rest: a part alone",
+            f"{', '.join(self.reads)} while {unit_label(self.unit.name)} is at rest, a part only",
             "Call it from forward, or inside `with fs.full(model):`.",
         )
 
