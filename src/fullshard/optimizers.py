@@ -68,6 +68,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         if runtime is None:
             continue
         runtime.reduction.require_nothing_piled()
+        runtime.refuse_unseen_backward()
         runtime.steps += 1
         if any(unit.whole for unit in runtime.units):
             raise StateError("optimizer.step() inside fs.full", "Leave `with fs.full(model):` first.")

@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.layout import Layout, align_elements, lay_out
 from fullshard.options import Options
-from fullshard.precision import LaneDtypes, lane_dtypes
+from fullshard.precision import PRESETS, LaneDtypes, lane_dtypes
 from fullshard.units import Member, Unit, find_units
 
 
@@ -145,12 +145,14 @@ def _short(dtype: torch.dtype) -> str:
 
 def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, list[Member]]]:
     """A unit's members by dtype and trainability, each lane laid out."""
-    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], list[Member]] = {}
     for member in unit.members:
-        groups.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
+        parameter = member.parameter
+        fixed = options.precision.compute is not None and member.keeps_dtype
+        groups.setdefault((parameter.dtype, parameter.requires_grad, fixed), []).append(member)
     lanes = []
-    for (dtype, trainable), members in groups.items():
-        dtypes = lane_dtypes(dtype, trainable, options.precision)
+    for (dtype, trainable, fixed), members in groups.items():
+        dtypes = lane_dtypes(dtype, trainable, PRESETS["fp32"] if fixed else options.precision)
         shapes = [(m.name, m.shape, m.order) for m in members]
         layout = lay_out(shapes, ranks, align_elements(dtypes.narrowest_bytes))
         lanes.append((LanePlan(layout, dtypes, trainable), members))

@@ -148,6 +148,7 @@ class Runtime:
         if self.gathering.backward is not None:
             self.gathering.recover()
             self.reduction.drop()
+        self.refuse_unseen_backward()
         self._follow_user()
         self._passes += 1
         if self._passes % _TRIM_EVERY == 0 and self.comm.device.type == "cpu":
@@ -155,6 +156,19 @@ class Runtime:
         self._values = self._current_values()
         self.gathering.begin_pass(self._still_valid())
         self.comm.phase = "forward"
+
+    def refuse_unseen_backward(self) -> None:
+        """A backward that came to a unit's parameters past all its nodes was never reduced: say so."""
+        if self.gathering.backward is not None or all(c.grad is None for c in self._computing):
+            return
+        unit = next(u for u in self.units if any(c.grad is not None for x in u.lanes for c in x.computing))
+        for computing in self._computing:
+            computing.grad = None
+        raise StateError(
+            f"{unit_label(unit.name)}: a backward reached its parameters through a tensor that did not leave "
+            "it as its output, and these gradients were not reduced",
+            "Return the tensor from the block's forward, or keep it in an attribute of one of its modules.",
+        )
 
     def _still_valid(self) -> bool:
         """Kept full values outlive their pass only from one micro-batch inside fs.accumulate to the next.

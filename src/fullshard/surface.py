@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fullshard.errors import AtRestError, StateError, Unsupported, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
 from fullshard.tensors import tensors_in
+from fullshard.units import has_forward
 
 _QUIET = {"forward", "extra_repr"}
 _RESETS = {"reset_parameters", "_reset_parameters"}  # fans and bounds come from whole shapes
@@ -140,21 +141,57 @@ class StandIn(Eager):
 
 
 class Recomputed(Eager):
-    """`forward` of a block whose activations are computed again in backward."""
+    """`forward` of a block whose activations are computed again in backward.
+
+    The recomputation gets copies of the buffers as the first forward found them: otherwise BatchNorm would
+    count every batch twice, and spectral_norm would differentiate another weight than it computed with.
+    """
 
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
         super().__init__(runtime, unit)
-        self.original = module.forward
+        self.module, self.original = module, module.forward
+        self.changing: list[tuple[nn.Module, str]] | None = None  # buffers a forward writes, once known
         functools.update_wrapper(self, module.forward)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        return checkpoint(self._recompute, *args, use_reentrant=False, **kwargs)
+        places = self._buffers() if self.changing is None else self.changing
+        before = [(module, name, _copy_of(module, name)) for module, name in places]
+        compute = functools.partial(self._compute, before, iter((True,)))
+        output = checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        if self.changing is None and self.module.training:
+            self.changing = [(m, n) for m, n, value in before if not torch.equal(_copy_of(m, n), value)]
+        return output
 
-    def _recompute(self, *args: Any, **kwargs: Any) -> Any:
-        with self.runtime.shown(self.unit):
-            return self.original(*args, **kwargs)
+    def _buffers(self) -> list[tuple[nn.Module, str]]:
+        modules = self.module.modules()
+        return [(m, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
+
+    def _compute(
+        self,
+        before: list[tuple[nn.Module, str, torch.Tensor]],
+        calls: Iterator[bool],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        now: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        if not next(calls, False):  # not the first: this is the recomputation
+            now = [(module, name, module._buffers[name]) for module, name, _ in before]
+            for module, name, value in before:
+                module._buffers[name] = value.clone()  # swapped, not written: saved tensors stay as they are
+        try:
+            with self.runtime.shown(self.unit):
+                return self.original(*args, **kwargs)
+        finally:
+            for module, name, kept in now:
+                module._buffers[name] = kept
+
+
+def _copy_of(module: nn.Module, name: str) -> torch.Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer.detach().clone()
 
 
 class Compiled(Attached):
@@ -308,7 +345,7 @@ def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
     for module, attribute in unit.sites:
         owners.setdefault(module, []).append(attribute)
     for module, attributes in owners.items():
-        if module not in unit.modules and type(module).forward is not nn.Module.forward:
+        if module not in unit.modules and has_forward(module):
             unit.slots.add_forward(module, StandIn(runtime, unit, module))
         for name, reads in _reading_methods(module, attributes).items():
             module.__dict__[name] = MethodGuard(runtime, unit, getattr(module, name), reads)

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ModelError, OptionError
 from fullshard.layout import memory_order
@@ -38,6 +39,11 @@ class Member:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.shape)
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """BatchNorm's statistics are fp32 buffers, and its kernels want parameters of the same dtype."""
+        return all(isinstance(m, _BatchNorm) and m.track_running_stats for m, _ in self.sites)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -133,12 +139,17 @@ def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
             "Give classes that the model contains, or units=None to find units.",
         )
     for module in picked:
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if not has_forward(module):
             raise OptionError(
                 f"units picks a {type(module).__name__}, which has no forward of its own",
                 "Pick its children.",
             )
     return picked
+
+
+def has_forward(module: nn.Module) -> bool:
+    """A list of modules has none; a compiled module may have it on the instance."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _size(module: nn.Module) -> int:
@@ -164,8 +175,7 @@ def _blocks(module: nn.Module, block: nn.Module | None) -> Iterator[nn.Module]:
 def _repeated(container: nn.Module) -> list[nn.Module]:
     by_class: dict[type, list[nn.Module]] = defaultdict(list)
     for child in container.children():
-        runs = type(child).forward is not nn.Module.forward and not isinstance(child, _CONTAINERS[:2])
-        if runs and any(True for _ in child.parameters()):
+        if has_forward(child) and any(True for _ in child.parameters()):
             by_class[type(child)].append(child)
     repeated = {id(m) for group in by_class.values() if len(group) > 1 for m in group}
     return [m for m in container.children() if id(m) in repeated]

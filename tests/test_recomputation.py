@@ -1,0 +1,62 @@
+"""`checkpoint_activations=True` changes memory and time, nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import ranks
+
+
+def _normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6))
+
+
+def _spectral() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 6))
+
+
+def _dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": _normalised,
+    "spectral norm": _spectral,
+    "dropout": _dropping,
+}
+
+
+def _train(kind: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    import fullshard as fs
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[BLOCKS[kind]() for _ in range(3)], nn.Linear(6, 1))
+    fs.shard(model, checkpoint_activations=recompute)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    with fs.full(model, writeback=False):
+        values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return losses, values
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_recomputation_leaves_losses_parameters_and_buffers_bitwise_alone(kind: str) -> None:
+    plain, recomputed = (ranks.run(_train, 2, kind, recompute) for recompute in (False, True))
+    for (losses, values), (other_losses, other_values) in zip(plain, recomputed, strict=True):
+        assert losses == other_losses
+        for name, value in values.items():
+            assert torch.equal(value, other_values[name]), name
