@@ -60,3 +60,44 @@ def test_recomputation_leaves_losses_parameters_and_buffers_bitwise_alone(kind: 
         assert losses == other_losses
         for name, value in values.items():
             assert torch.equal(value, other_values[name]), name
+
+
+def _train_cached(family: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Hugging Face models fill a key-value cache in training unless told otherwise."""
+    import transformers
+
+    import fullshard as fs
+
+    torch.manual_seed(0)
+    if family == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, use_cache=True, **sizes)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    else:
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        config = transformers.T5Config(vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+        model = transformers.T5ForConditionalGeneration(config)
+    fs.shard(model, checkpoint_activations=recompute)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    tokens = torch.randint(1, 64, (2, 7), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    with fs.full(model, writeback=False):
+        return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_recomputation_does_not_fill_a_cache_twice(family: str) -> None:
+    plain, recomputed = (ranks.run(_train_cached, 2, family, recompute) for recompute in (False, True))
+    for (losses, values), (other_losses, other_values) in zip(plain, recomputed, strict=True):
+        assert losses == other_losses
+        for name, value in values.items():
+            assert torch.equal(value, other_values[name]), name

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.errors import AtRestError, StateError, Unsupported, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
-from fullshard.tensors import tensors_in
+from fullshard.tensors import snapshot, tensors_in
 from fullshard.units import has_forward
 
 _QUIET = {"forward", "extra_repr"}
@@ -126,7 +126,7 @@ class StandIn(Eager):
         super().__init__(runtime, unit)
         self.module, self.original = module, module.forward
         self.replaced = module.__dict__.get("forward")  # somebody's own, put back while the unit is full
-        functools.update_wrapper(self, module.forward)
+        functools.update_wrapper(self, module.forward, updated=())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole and not self.unit.cast:
@@ -143,22 +143,23 @@ class StandIn(Eager):
 class Recomputed(Eager):
     """`forward` of a block whose activations are computed again in backward.
 
-    The recomputation gets copies of the buffers as the first forward found them: otherwise BatchNorm would
-    count every batch twice, and spectral_norm would differentiate another weight than it computed with.
+    The recomputation gets buffers and inputs as the first forward found them, on copies: otherwise BatchNorm
+    would count every batch twice, spectral_norm would differentiate another weight than it computed with,
+    and a key-value cache would grow a second time.
     """
 
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
         super().__init__(runtime, unit)
         self.module, self.original = module, module.forward
         self.changing: list[tuple[nn.Module, str]] | None = None  # buffers a forward writes, once known
-        functools.update_wrapper(self, module.forward)
+        functools.update_wrapper(self, module.forward, updated=())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         places = self._buffers() if self.changing is None else self.changing
         before = [(module, name, _copy_of(module, name)) for module, name in places]
-        compute = functools.partial(self._compute, before, iter((True,)))
+        compute = functools.partial(self._compute, before, snapshot((args, kwargs)), iter((True,)))
         output = checkpoint(compute, *args, use_reentrant=False, **kwargs)
         if self.changing is None and self.module.training:
             self.changing = [(m, n) for m, n, value in before if not torch.equal(_copy_of(m, n), value)]
@@ -171,12 +172,14 @@ class Recomputed(Eager):
     def _compute(
         self,
         before: list[tuple[nn.Module, str, torch.Tensor]],
+        given: tuple[Any, Any],
         calls: Iterator[bool],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         now: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         if not next(calls, False):  # not the first: this is the recomputation
+            args, kwargs = snapshot(given)
             now = [(module, name, module._buffers[name]) for module, name, _ in before]
             for module, name, value in before:
                 module._buffers[name] = value.clone()  # swapped, not written: saved tensors stay as they are
@@ -200,7 +203,7 @@ class Compiled(Attached):
     def __init__(self, runtime: Runtime, unit: LiveUnit, original: Any, options: tuple[Any, Any]) -> None:
         super().__init__(runtime, unit)
         self.original, self.options = original, options
-        functools.update_wrapper(self, original)
+        functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Made when first called, and again by a copy: a compiled function is bound to its own module.
@@ -234,7 +237,7 @@ class MethodGuard(Attached):
     def __init__(self, runtime: Runtime, unit: LiveUnit, method: types.MethodType, reads: list[str]) -> None:
         super().__init__(runtime, unit)
         self.method, self.reads = method, reads
-        functools.update_wrapper(self, method)
+        functools.update_wrapper(self, method, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown_whole = self.runtime.options.whole_at_rest and self.method.__name__ not in _RESETS

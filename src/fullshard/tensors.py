@@ -91,6 +91,36 @@ class _Map:
         return result
 
 
+def snapshot(value: Any) -> Any:
+    """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors."""
+    return _Snapshot().take(value, _DEPTH)
+
+
+class _Snapshot:
+    def __init__(self) -> None:
+        self._done: dict[int, Any] = {}
+
+    def take(self, value: Any, depth: int) -> Any:
+        if depth == 0 or callable(value) or isinstance(value, (torch.Tensor, *_PLAIN)):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = value  # a circle ends here
+            self._done[id(value)] = self._inside(value, depth - 1)
+        return self._done[id(value)]
+
+    def _inside(self, value: Any, depth: int) -> Any:
+        if isinstance(value, tuple | list):
+            items = [self.take(item, depth) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        twin = copy.copy(value)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                twin[key] = self.take(item, depth)
+        elif hasattr(value, "__dict__"):
+            vars(twin).update({key: self.take(item, depth) for key, item in vars(value).items()})
+        return twin
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Floating point tensors of a module's input in another dtype. A cache object keeps its identity."""
 
