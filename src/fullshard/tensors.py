@@ -52,18 +52,25 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], obje
 
     Without `objects` only tuples, lists and dicts are looked into: others keep their identity.
     """
-    return _Map(change, objects).map(value, _DEPTH)
+    return _Rebuild(change, objects, always=False).of(value, _DEPTH)
 
 
-class _Map:
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor], objects: bool) -> None:
-        self._change, self._objects = change, objects
-        self._done: dict[int, Any] = {}  # an object reached twice is changed once
+def snapshot(value: Any) -> Any:
+    """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors."""
+    return _Rebuild(lambda tensor: tensor, objects=True, always=True).of(value, _DEPTH)
 
-    def map(self, value: Any, depth: int) -> Any:
+
+class _Rebuild:
+    """Containers and plain objects made anew, always or where something inside them changed."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor], objects: bool, always: bool) -> None:
+        self._change, self._objects, self._always = change, objects, always
+        self._done: dict[int, Any] = {}  # an object reached twice is made once
+
+    def of(self, value: Any, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self._change(value)
-        if depth == 0 or isinstance(value, _PLAIN):
+        if depth == 0 or isinstance(value, _PLAIN) or callable(value):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = value  # a circle ends here
@@ -72,15 +79,15 @@ class _Map:
 
     def _inside(self, value: Any, depth: int) -> Any:
         if isinstance(value, tuple | list):
-            items = [self.map(item, depth) for item in value]
-            if all(a is b for a, b in zip(items, value, strict=True)):
+            items = [self.of(item, depth) for item in value]
+            if not self._always and all(a is b for a, b in zip(items, value, strict=True)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if not isinstance(value, dict) and not self._objects:
             return value
         held = value if isinstance(value, dict) else _attributes(value)
-        changed = {key: new for key, item in held.items() if (new := self.map(item, depth)) is not item}
-        if not changed:
+        changed = {key: new for key, item in held.items() if (new := self.of(item, depth)) is not item}
+        if not changed and not self._always:
             return value
         result = copy.copy(value)
         for key, item in changed.items():
@@ -89,36 +96,6 @@ class _Map:
             else:
                 object.__setattr__(result, key, item)
         return result
-
-
-def snapshot(value: Any) -> Any:
-    """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors."""
-    return _Snapshot().take(value, _DEPTH)
-
-
-class _Snapshot:
-    def __init__(self) -> None:
-        self._done: dict[int, Any] = {}
-
-    def take(self, value: Any, depth: int) -> Any:
-        if depth == 0 or callable(value) or isinstance(value, (torch.Tensor, *_PLAIN)):
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = value  # a circle ends here
-            self._done[id(value)] = self._inside(value, depth - 1)
-        return self._done[id(value)]
-
-    def _inside(self, value: Any, depth: int) -> Any:
-        if isinstance(value, tuple | list):
-            items = [self.take(item, depth) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        twin = copy.copy(value)
-        if isinstance(value, dict):
-            for key, item in value.items():
-                twin[key] = self.take(item, depth)
-        elif hasattr(value, "__dict__"):
-            vars(twin).update({key: self.take(item, depth) for key, item in vars(value).items()})
-        return twin
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
