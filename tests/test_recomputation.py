@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 
 import ranks
 
+Result = tuple[list[float], dict[str, torch.Tensor]]  # losses, values
+
 
 def _normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6))
@@ -32,7 +34,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _train(kind: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(kind: str, recompute: bool) -> Result:
     import fullshard as fs
 
     torch.manual_seed(0)
@@ -53,16 +55,20 @@ def _train(kind: str, recompute: bool) -> tuple[list[float], dict[str, torch.Ten
     return losses, values
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_recomputation_leaves_losses_parameters_and_buffers_bitwise_alone(kind: str) -> None:
-    plain, recomputed = (ranks.run(_train, 2, kind, recompute) for recompute in (False, True))
+def _assert_recomputing_changes_nothing(train: Callable[[str, bool], Result], case: str) -> None:
+    plain, recomputed = (ranks.run(train, 2, case, recompute) for recompute in (False, True))
     for (losses, values), (other_losses, other_values) in zip(plain, recomputed, strict=True):
         assert losses == other_losses
         for name, value in values.items():
             assert torch.equal(value, other_values[name]), name
 
 
-def _train_cached(family: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_recomputation_leaves_losses_parameters_and_buffers_bitwise_alone(kind: str) -> None:
+    _assert_recomputing_changes_nothing(_train, kind)
+
+
+def _train_cached(family: str, recompute: bool) -> Result:
     """Hugging Face models fill a key-value cache in training unless told otherwise."""
     import transformers
 
@@ -96,8 +102,4 @@ def _train_cached(family: str, recompute: bool) -> tuple[list[float], dict[str, 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_recomputation_does_not_fill_a_cache_twice(family: str) -> None:
-    plain, recomputed = (ranks.run(_train_cached, 2, family, recompute) for recompute in (False, True))
-    for (losses, values), (other_losses, other_values) in zip(plain, recomputed, strict=True):
-        assert losses == other_losses
-        for name, value in values.items():
-            assert torch.equal(value, other_values[name]), name
+    _assert_recomputing_changes_nothing(_train_cached, family)

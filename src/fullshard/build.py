@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard import optimizers, surface
-from fullshard.collectives import Comm
+from fullshard.collectives import Comm, as_bytes
 from fullshard.copying import duplicate
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.live import LiveUnit
@@ -93,9 +93,8 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     named = [(n, p) for n, p in model.named_parameters() if n in ours and not p.is_meta]
     names, digests = [name for name, _ in named], []
     for _, parameter in named:
-        raw = parameter.detach().cpu().contiguous().reshape(-1)
-        raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
-        digests.append(hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest())
+        raw = as_bytes(parameter.detach().cpu().contiguous())
+        digests.append(hashlib.sha256(raw.numpy().tobytes()).hexdigest())
     everyone = comm.tell_objects(digests)
     for rank, theirs in zip(comm.members, everyone, strict=True):
         for name, mine, first in zip(names, theirs, everyone[0], strict=True):

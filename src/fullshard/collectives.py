@@ -64,7 +64,7 @@ class Comm:
     ) -> None:
         self.device = device
         self.launch: Launch = launch()
-        self.world_rank, self.world_ranks = dist.get_rank(), dist.get_world_size()
+        self.world_rank = dist.get_rank()
         self.members = members
         self.rank, self.ranks = shard.index(self.world_rank), len(shard)
         self.replicas = len(replicate)

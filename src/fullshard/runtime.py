@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.collectives import Comm
+from fullshard.collectives import Comm, as_bytes
 from fullshard.errors import StateError, Unsupported, unit_label
 from fullshard.gathering import Gathering, current_task
 from fullshard.live import NO_TASK, LiveUnit, State
@@ -365,9 +365,7 @@ class Runtime:
 
 
 def _checksum(values: torch.Tensor) -> int:
-    raw = values.detach().cpu()
-    raw = torch.view_as_real(raw).view(-1) if raw.is_complex() else raw
-    return zlib.crc32(raw.view(torch.uint8).numpy().data)
+    return zlib.crc32(as_bytes(values.detach().cpu()).numpy().data)
 
 
 def _refuse_double_backward(unit: LiveUnit) -> None:
