@@ -12,7 +12,7 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-long lint format types bench-host clean
+.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-link clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,12 @@ types: env ## Type check the package, strictly
 
 bench-host: env ## Host time per unit and step, fullshard and FSDP2 side by side
 	$(BIN)/python bench/host_time.py
+
+bench-cpu: env ## A step on CPU ranks, fullshard beside DDP, FSDP1, FSDP2 and DeepSpeed (RANKS=4 for four)
+	$(BIN)/python bench/cpu.py $(if $(RANKS),--ranks $(RANKS))
+
+bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
+	$(BIN)/python bench/slow_link.py
 
 clean: ## Remove builds, caches and outputs (the environment stays; remove .venv yourself)
 	rm -rf build dist demo-output bench-output .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

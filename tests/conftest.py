@@ -14,3 +14,8 @@ for folder in (HERE, HERE.parent / "src"):
 
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)
+
+# Tests are about blocks as units; their models are so small that all would be merged into one.
+from fullshard import options, units  # noqa: E402 - found by way of the path above
+
+units.MERGE_BYTES = options.SMALL_BYTES = 0

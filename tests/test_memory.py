@@ -279,6 +279,7 @@ def watched_step(kind: str, strategy: str, prefetch: bool) -> Watch:
         strategy=strategy,
         prefetch=prefetch,
         checkpoint_activations=kind == "checkpoint_activations",
+        keep_full=0,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(model) as watch:

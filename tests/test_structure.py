@@ -19,42 +19,63 @@ PACKAGE = ROOT / "src" / "fullshard"
 def _modules_in_order() -> list[str]:
     table = (ROOT / "docs" / "design.md").read_text().split("## Modules, in the order data flows")[1]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    return [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+
+
+def _files() -> dict[str, Path]:
+    """Every module, by the name that the design gives it: `simulation.network`, say."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in paths}
 
 
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "fullshard":
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fullshard."):
-            found.add((node.module or "").split(".")[1])
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if not f"{module}.".startswith("fullshard."):
+            continue
+        names = {".".join([*module.split(".")[1:], alias.name]) for alias in node.names}
+        modules = names & set(_files())
+        found |= modules or {module.removeprefix("fullshard.")}
     return found
 
 
 def test_design_lists_every_module_once() -> None:
-    files = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
-    assert sorted(_modules_in_order()) == files
+    assert sorted(_modules_in_order()) == sorted(_files())
 
 
 def test_module_imports_only_from_those_above_it() -> None:
-    order = _modules_in_order()
+    order, files = _modules_in_order(), _files()
     for position, name in enumerate(order):
-        below = _imports(PACKAGE / f"{name}.py") - set(order[:position])
+        below = _imports(files[name]) - set(order[:position])
         assert not below, f"{name} imports {below}, which the design lists below it"
 
 
+def test_training_does_not_import_the_simulation() -> None:
+    for name, path in _files().items():
+        if not name.startswith("simulation.") and name not in ("cli", "__main__"):
+            assert not any(i.startswith("simulation") for i in _imports(path)), name
+
+
 def test_only_one_module_runs_collectives() -> None:
-    for path in PACKAGE.glob("*.py"):
-        text = path.read_text()
-        if path.stem != "collectives":
-            assert "import torch.distributed as dist" not in text, path
-        assert "torch.distributed.fsdp" not in text, path
-        assert "deepspeed" not in text.lower(), path
+    for name, path in _files().items():
+        if name != "collectives":
+            assert "import torch.distributed as dist" not in path.read_text(), path
+        if name != "simulation.group":  # whose collectives are those of the simulated ranks
+            assert "from torch import distributed" not in path.read_text(), path
+
+
+def test_rivals_are_imported_only_to_compare_with() -> None:
+    for name, path in _files().items():
+        if name != "simulation.rivals":
+            assert "torch.distributed.fsdp" not in path.read_text(), path
+        assert "deepspeed" not in path.read_text().lower(), path
+        if name != "simulation.run":
+            assert "simulation.rivals" not in _imports(path), path
 
 
 def test_only_one_module_reads_the_environment() -> None:
-    for path in PACKAGE.glob("*.py"):
+    for path in _files().values():
         assert path.stem == "world" or "environ" not in path.read_text(), path
 
 
@@ -65,7 +86,7 @@ def test_public_names_are_at_most_fifteen_and_all_there() -> None:
 
 
 def test_no_module_grows_beyond_a_few_screens() -> None:
-    for path in PACKAGE.glob("*.py"):
+    for path in _files().values():
         assert len(path.read_text().splitlines()) <= 420, path
 
 
@@ -73,12 +94,13 @@ def test_import_needs_torch_alone() -> None:
     code = (
         "import sys, fullshard; "
         "extra = {'transformers', 'peft', 'rich', 'matplotlib', 'hypothesis', 'pytest'} & set(sys.modules); "
+        "extra |= {name for name in sys.modules if name.startswith('fullshard.simulation')}; "
         "assert not extra, extra"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/simulation.md", "CHANGELOG.md"])
 def test_relative_links_of_a_document_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullshard as fs
+from fullshard import units
 from fullshard.options import parse
 from fullshard.order import Walk, backward_order, reduce_order, settle
 from fullshard.plan import make_plan
@@ -110,6 +115,112 @@ def test_parameter_tied_across_blocks_lies_in_the_unit_around_both() -> None:
     said = parse(strategy="zero3", precision="fp32", units=None, ignore=())
     home = {m.name: unit.name for unit in find_units(model, said) for m in unit.members}
     assert home["stages.0.blocks.0.layers.0.weight"] == "stages.0"
+
+
+# ---- small blocks
+
+
+BLOCK_BYTES = 4 * sum(p.numel() for p in Mlp().parameters())
+
+
+@pytest.fixture
+def merging(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Tests run without merging; this turns it on."""
+    return lambda size: monkeypatch.setattr(units, "MERGE_BYTES", size)
+
+
+def test_merging_is_on_by_default_and_no_merged_unit_is_larger_than_said(
+    merging: Callable[[int], None],
+) -> None:
+    source = ast.parse(Path(units.__file__).read_text())
+    assert any(ast.unparse(node).startswith("MERGE_BYTES = ") for node in source.body)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Mlp() for _ in range(7))})
+    merging(BLOCK_BYTES)
+    assert _names(model) == ["", *(f"layers.{i}" for i in range(7))]
+    merging(2 * BLOCK_BYTES)
+    assert _names(model) == ["", "layers.0..1", "layers.2..3", "layers.4..5", "layers.6"]
+    merging(4 * BLOCK_BYTES - 1)
+    assert _names(model) == ["", "layers.0..2", "layers.3..5", "layers.6"]
+    merging(2**22)
+    assert _names(model) == ["", "layers.0..6"]
+
+
+def test_size_is_that_of_the_compute_dtype(merging: Callable[[int], None]) -> None:
+    merging(BLOCK_BYTES)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    said = parse(strategy="zero3", precision="bf16", units=None, ignore=())
+    assert [unit.name for unit in find_units(model, said)] == ["", "0..1", "2..3"]
+
+
+def test_merged_unit_has_its_blocks_in_order_and_all_their_parameters(merging: Callable[[int], None]) -> None:
+    merging(2**22)
+    model = nn.Sequential(*(Mlp() for _ in range(3)))
+    root, unit = find_units(model, parse(strategy="zero3", precision="fp32", units=None, ignore=()))
+    assert unit.modules == tuple(model)
+    assert unit.merged
+    assert [m.name for m in unit.members] == [name for name, _ in model.named_parameters()]
+    assert not root.members
+    assert "0..2" in str(fs.plan(model, ranks=2))
+
+
+def test_small_block_is_not_divided_unless_activations_are_recomputed_by_unit(
+    merging: Callable[[int], None],
+) -> None:
+    merging(2 * BLOCK_BYTES)  # stages are larger, with three blocks each
+    assert _names(Pyramid()) == [
+        "",
+        *(f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..1", ".blocks.2")),
+    ]
+    merging(2**22)
+    assert _names(Pyramid()) == ["", "stages.0..1"]
+    said = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
+    assert [unit.name for unit in find_units(Pyramid(), said)] == [
+        "",
+        *(f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..2")),
+    ]
+
+
+def test_chosen_units_are_not_merged(merging: Callable[[int], None]) -> None:
+    merging(2**22)
+    assert _names(Pyramid(), units=Stage) == ["", "stages.0", "stages.1"]
+
+
+class Zipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(Mlp() for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+        self.tail = nn.Sequential(*(Mlp() for _ in range(2)))
+
+
+def test_only_what_is_likely_to_be_called_in_a_row_is_merged(merging: Callable[[int], None]) -> None:
+    merging(2**22)
+    side_by_side = [f"{name}.{i}" for name in ("mixers", "norms") for i in range(3)]
+    assert _names(Zipped()) == ["", *side_by_side, "tail.0..1"]
+    by_name = nn.ModuleDict({"heads": nn.ModuleDict({"a": Mlp(), "b": Mlp()})})
+    assert _names(by_name) == ["", "heads.a", "heads.b"]
+    two_classes = nn.ModuleDict({"layers": nn.ModuleList([Mlp(), Mlp(), Stage(), Stage(), Mlp()])})
+    assert _names(two_classes) == ["", "layers.0..1", "layers.2..3", "layers.4"]
+    convolutions = [m for _ in range(2) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
+    assert _names(nn.Sequential(*convolutions)) == ["", "0..4"]
+
+
+def test_frozen_blocks_are_not_merged_with_blocks_that_train(merging: Callable[[int], None]) -> None:
+    merging(2**22)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    model[:2].requires_grad_(False)
+    assert _names(model) == ["", "0..1", "2..3"]
+
+
+def test_parameter_tied_across_merged_blocks_lies_in_their_unit(merging: Callable[[int], None]) -> None:
+    merging(2**22)
+    model = nn.Sequential(*(Mlp() for _ in range(3)))
+    model[2].layers[0].weight = model[0].layers[0].weight
+    found = find_units(model, parse(strategy="zero3", precision="fp32", units=None, ignore=()))
+    assert [len(unit.members) for unit in found] == [0, 11]
+
+
+# ---- the plan
 
 
 def test_plan_is_pure_printable_and_adds_up() -> None:

@@ -118,15 +118,16 @@ def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options
 
 
 def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUnit:
-    slots = Slots(unit.name)
+    slots = Slots(unit.name, unit.modules)
     sites = []
     for lane, (_, members) in zip(lanes, planned, strict=True):
         for member, computing in zip(members, lane.computing, strict=True):
             for module, attribute in member.sites:
-                slots.add(module._parameters, attribute, member.parameter, computing, member.name)
+                slots.add(module, (module._parameters, attribute), member.parameter, computing, member.name)
                 sites.append((module, attribute))
             for reference in member.references:
-                slots.add(reference.container, reference.key, member.parameter, computing, member.name)
+                place = reference.container, reference.key
+                slots.add(None, place, member.parameter, computing, member.name)
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites)
 
 

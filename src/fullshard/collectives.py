@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
@@ -27,9 +27,10 @@ from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
 from fullshard.world import Launch, launch
 
+SIMULATED = "simulated"  # the backend of fullshard.simulation
 _POLL = timedelta(seconds=1)
-_GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
-_GATHER.asyncOp = _EXCHANGE.asyncOp = True
+_GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -60,7 +61,7 @@ class Comm:
     """This rank's connections for one sharded model."""
 
     def __init__(
-        self, device: torch.device, shard: list[int], replicate: list[int], members: list[int]
+        self, device: torch.device, shard: list[int], replicate: list[int], members: list[int], first: int
     ) -> None:
         self.device = device
         self.launch: Launch = launch()
@@ -74,9 +75,14 @@ class Comm:
         self._replica_group = _group(replicate) if self.replicas > 1 else None
         self._control_group = _group(members, backend="gloo")
         self._source = members[0]
+        # On the device the first rank's values go down its column of the grid, then along every row.
+        self._row_source, self._column_source = shard[0], replicate[0]
+        self._by_device = device.type != "cpu" and first == members[0]
         # gloo moves host memory: device tensors are staged through it.
         self._staged = device.type != "cpu" and dist.get_backend(self._gather_group) == "gloo"
         self._host_waits = device.type == "cpu" or self._staged
+        self._ones: dict[int, torch.Tensor] = {}
+        self._said: Operation | None = None  # in flight, waited for in the next step
         self.step = 0
         self.phase = "shard"
         self.records = self._open_records(shard, replicate)
@@ -108,6 +114,16 @@ class Comm:
         work = self._reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
         return Operation(self, work, "reduce", number, lambda: received.copy_(host))
 
+    def scatter(self, own: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+        """Interval r of every rank's `sent`, summed on the way, arrives at rank r."""
+        number = self.records.begin("reduce", self.phase, unit, self.step)
+        if not self._staged:
+            work = self._reduce_group._reduce_scatter_base(own, sent, _SCATTER)
+            return Operation(self, work, "reduce", number, None)
+        host = torch.empty(own.shape, dtype=own.dtype)
+        work = self._reduce_group._reduce_scatter_base(host, sent.cpu(), _SCATTER)
+        return Operation(self, work, "reduce", number, lambda: own.copy_(host))
+
     def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
@@ -136,6 +152,21 @@ class Comm:
         self.max_shards(values)
         if self._replica_group is not None:
             self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group, "gradients")
+
+    def say_all_used(self, count: int) -> None:
+        """This rank's part of `max_everywhere(ones)`, whose result it need not wait for."""
+        if self._said is not None:
+            self._said.wait()
+            self._said = None
+        ones = self._ones.get(count)
+        if ones is None:
+            ones = self._ones[count] = torch.ones(count, dtype=torch.uint8, device=self.device)
+        if self.replicas > 1 or self._staged:
+            self.max_everywhere(ones)
+            return
+        number = self.records.begin("reduce", self.phase, "gradients", self.step)
+        work = dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=self._reduce_group, async_op=True)
+        self._said = Operation(self, work, "reduce", number, None)
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
@@ -193,6 +224,12 @@ class Comm:
     def from_first(self, values: torch.Tensor) -> None:
         """The first rank's values, in place, on every rank."""
         if self.all_ranks == 1 or not values.numel():
+            return
+        if self._by_device and not self._staged and values.device == self.device and values.is_contiguous():
+            if self._replica_group is not None and self.rank == 0:
+                dist.broadcast(as_bytes(values), src=self._column_source, group=self._replica_group)
+            if self.ranks > 1:
+                dist.broadcast(as_bytes(values), src=self._row_source, group=self._gather_group)
             return
         group = self._control_group
         direct = values.device.type == "cpu" and values.is_contiguous()
@@ -297,6 +334,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _group(ranks: list[int], backend: str | None = None) -> Any:
+    if dist.get_backend() == SIMULATED:
+        backend = None  # the other ranks are not there: agreements on the host are simulated too
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
@@ -355,11 +394,29 @@ def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
     return torch.arange(ranks).view(-1, inner)
 
 
+def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, sum_bytes: int) -> bool:
+    """Whether a reduce-scatter sends less between nodes than an all-to-all would.
+
+    It sums inside a node before it crosses to the next, so what crosses is the sum's bytes divided by the
+    ranks of a node; in an all-to-all every rank's own message crosses. Inside one node, or with one rank a
+    node, the all-to-all of narrower gradients sends less. gloo's reduce-scatter is an all-reduce.
+    """
+    rank, inner = dist.get_rank(), launch().local_ranks
+    backend = dist.get_backend()
+    if backend == SIMULATED:
+        inner = getattr(dist.group.WORLD, "node_ranks", None) or dist.get_world_size()
+    elif device.type == "cpu" or backend == "gloo":
+        return False
+    row = grid[int(torch.where(grid == rank)[0][0])].tolist()
+    nodes = len({r // inner for r in row})
+    return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)
+
+
 def connect(device: torch.device, grid: torch.Tensor) -> Comm:
     """The groups of a grid of ranks."""
     row, column = (int(v[0]) for v in torch.where(grid == dist.get_rank()))
     members = sorted(int(r) for r in grid.flatten())
-    return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members)
+    return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members, int(grid[0, 0]))
 
 
 def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:

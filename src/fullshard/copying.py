@@ -58,7 +58,7 @@ def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
     modules = [copy.deepcopy(module, memo) for module in unit.modules]
     sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in unit.sites]
     lanes = [memo[id(lane)] for lane in unit.lanes]
-    twin.__init__(unit.index, unit.name, modules, lanes, Slots(unit.name), sites)  # type: ignore[misc]
+    twin.__init__(unit.index, unit.name, modules, lanes, Slots(unit.name, modules), sites)  # type: ignore[misc]
     return twin
 
 
@@ -74,10 +74,10 @@ def _finish(runtime: Runtime) -> None:
         }
         for module, attribute in unit.sites:
             resting = module._parameters[attribute]
-            unit.slots.add(module._parameters, attribute, *computing[id(resting)])
+            unit.slots.add(module, (module._parameters, attribute), *computing[id(resting)])
             stand_in = module.__dict__.get("forward")
             if isinstance(stand_in, StandIn) and not unit.slots.stands_in(stand_in):
                 unit.slots.add_forward(module, stand_in)
         for key, known in computing.items():
             for reference in references.get(key, ()):
-                unit.slots.add(reference.container, reference.key, *known)
+                unit.slots.add(None, (reference.container, reference.key), *known)

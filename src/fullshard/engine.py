@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,8 @@ def shard(
     materialize: Callable[[nn.Module], Any] | None = None,
     check_gradients: bool = False,
     prefetch: bool = True,
+    keep_full: int | str | None = None,
+    reduce: str = "auto",
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -53,6 +55,10 @@ def shard(
     materialize: for a meta-device model, a function that initialises one module's own tensors.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
+    keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
+        kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
+    reduce: 'exchange' sends gradients all-to-all and sums them in fp32 where they arrive; 'scatter' sends
+        fp32, summed on the way by the backend; 'auto' takes the one that sends less between nodes.
     """
     collectives.start()
     found: _Found | None = None
@@ -68,8 +74,11 @@ def shard(
             materialize=materialize,
             check_gradients=check_gradients,
             prefetch=prefetch,
+            keep_full=keep_full,
+            reduce=reduce,
         )
         found = _look_at(model, said, mesh)
+        said = _with_reduce(said, found)
     except FullshardError as error:
         problem = error
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
@@ -77,9 +86,13 @@ def shard(
         problem.__cause__ = error
     collectives.raise_together_first(problem, None if found is None else found.grid)
     assert found is not None
+    if found.device.type == "cuda":
+        world.let_segments_grow()
     comm = collectives.connect(found.device, found.grid)
     _agree_on_model(comm, model, found.units, said)
     build(model, found.units, comm, said)
+    if found.device.type == "cuda":
+        torch.cuda.empty_cache()  # the whole model was there a moment ago
     return model
 
 
@@ -99,6 +112,16 @@ def _look_at(model: nn.Module, said: Options, mesh: DeviceMesh | None) -> _Found
     grid = collectives.rank_grid(mesh, said.strategy == "hybrid")
     _refuse_unfit(model)
     return _Found(device, grid, find_units(model, said))
+
+
+def _with_reduce(said: Options, found: _Found) -> Options:
+    if said.reduce != "auto":
+        return said
+    wire = said.precision.wire or said.precision.compute or torch.float32
+    less = collectives.sums_on_the_way(
+        found.grid, found.device, wire.itemsize, said.precision.reduce.itemsize
+    )
+    return replace(said, reduce="scatter" if less else "exchange")
 
 
 def plan(
@@ -212,7 +235,16 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Options) -> None:
     """Ranks that built different models, or asked for different things, are told apart by name."""
-    asked = ("strategy", "precision", "checkpoint_activations", "initial", "check_gradients", "prefetch")
+    asked = (
+        "strategy",
+        "precision",
+        "checkpoint_activations",
+        "initial",
+        "check_gradients",
+        "prefetch",
+        "keep_full",
+        "reduce",
+    )
     rows = [f"option {name}={getattr(said, name)!r}" for name in asked]
     for unit in units:
         for m in unit.members:

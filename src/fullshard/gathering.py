@@ -17,7 +17,7 @@ import torch
 from fullshard.collectives import Comm
 from fullshard.live import NO_TASK, LiveUnit, State
 from fullshard.options import Options
-from fullshard.order import Walk, backward_order, one_path, settle
+from fullshard.order import Walk, backward_order, kept_units, one_path, settle
 
 _DONE = -1
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -30,6 +30,8 @@ class Gathering:
         self.order: list[int] | None = None
         self.diverges = False  # ranks took different paths
         self._paths: list[list[int]] = [[] for _ in range(comm.all_ranks)]  # each rank's first pass
+        self._no_need = {unit.index for unit in units if not unit.rereads}
+        self._keep: set[int] = set()  # units that stay full from forward to backward
         self._sticky: set[int] = set()  # called several times in a pass of ranks on different paths
         self.forward: Walk | None = None
         self.backward: Walk | None = None
@@ -86,11 +88,14 @@ class Gathering:
         if walk is None:
             releasing = self._options.releases_after_forward or not hooked
         else:
-            releasing = self._releasing and walk.next() != unit.index
+            releasing = self._releasing and walk.next() != unit.index and not self._kept(unit)
         if releasing and unit.index not in self._sticky:
             unit.release()
             for inner in unit.inner:
                 inner.release()  # skipped on this rank: nobody can call it any more
+
+    def _kept(self, unit: LiveUnit) -> bool:
+        return self.grad_pass and unit.index in self._keep
 
     # ---- a forward pass
 
@@ -106,16 +111,18 @@ class Gathering:
     def end_pass(self, keep: bool) -> None:
         """`keep`: a backward may follow. Units the walk still lists are somebody else's: take part."""
         walk, self.forward, self._ahead = self.forward, None, None
+        walk_known = self.order is not None
         if self.order is None:
             self._roll_call(_DONE)
             self._settle()
         elif walk is not None:
             for index, repeated in walk.remaining():
                 self._take_part(self.units[index], repeated)
-                if self._releasing:
+                if self._releasing and not self._kept(self.units[index]):
                     self.units[index].release()
         for unit in self.units:
-            if not keep or (self._releasing and unit is not self.root and not unit.unhooked):
+            stays = unit is self.root or unit.unhooked or (walk_known and self._kept(unit))
+            if not keep or (self._releasing and not stays):
                 unit.release()
             unit.claims = 0
 
@@ -149,9 +156,15 @@ class Gathering:
                 parents[inner.index] = outer.index
         self.order = settle(self._paths, parents)
         self.diverges = not one_path(self._paths)
+        if self._options.releases_after_forward and not self.diverges:
+            self._keep = self._kept_units(self.order)
         if self.diverges:
             self._sticky = {u for path in self._paths for u in path if path.count(u) > 1}
         return self.order
+
+    def _kept_units(self, order: Sequence[int]) -> set[int]:
+        sizes = [unit.full_bytes for unit in self.units]
+        return kept_units(order, sizes, *self._options.keeps, self._no_need)
 
     # ---- a backward
 
@@ -159,9 +172,14 @@ class Gathering:
         """Returns the order in which units are gathered in forward."""
         order = self.order or self._settle()
         kept = {unit.index for unit in self.units if unit.state is not State.AT_REST}
-        self._fresh = {0} if self._options.releases_after_forward else kept
+        if self._options.releases_after_forward:
+            kept &= self._keep
+            self._fresh = {0}
+        else:
+            self._fresh, kept = kept, set()
         inside = [unit.inner_indices for unit in self.units]
-        self.backward = Walk(backward_order(order, inside, self._not_in_backward or set()))
+        left_out = self._no_need | kept | (self._not_in_backward or set())
+        self.backward = Walk(backward_order(order, inside, left_out))
         self._ahead = None
         self.root.ready()  # an evaluation between forward and backward may have let it go
         return order

@@ -27,6 +27,11 @@ def _is_result(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
+def _looks_up_only(modules: Sequence[nn.Module], sites: Sequence[tuple[nn.Module, str]]) -> bool:
+    """Embeddings alone: the gradient of a lookup needs the indices, not the table."""
+    return bool(sites) and all(type(m) is nn.Embedding and m.max_norm is None for m in modules)
+
+
 class LiveUnit:
     """A unit's state, lanes and places. Gather and release touch one storage a lane, no parameter."""
 
@@ -46,10 +51,13 @@ class LiveUnit:
         self.inner_indices: frozenset[int] = frozenset()
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
         self.releasable = bool(self.storages)
+        self.full_bytes = sum(lane.full_bytes for lane in lanes)
+        self.rereads = not _looks_up_only(modules, sites)  # backward needs its full value again
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
         self.state = State.AT_REST
         self.whole = False  # inside fs.full: its parameters hold whole values
         self.depth = 0  # forwards of it that are running
+        self._shown = slots.part(None)  # which of its places show full parameters while they run
         self.claims = 0  # entries of the walk that were passed for it and not used yet
         self.calls: list[torch.autograd.graph.Node | None] = []  # input nodes of the running forwards
         self.entry_failed = False
@@ -95,16 +103,22 @@ class LiveUnit:
             lane.release()
         self.state = State.AT_REST
 
-    def enter(self) -> None:
-        """A forward begins: modules show full parameters."""
+    def enter(self, module: nn.Module | None = None) -> None:
+        """A forward of `module` begins: it, or the whole unit, shows full parameters."""
+        part = self.slots.part(module)
         if self.depth == 0:
+            self.slots.show_full(part)
+            self._shown = part
+        elif part != self._shown:  # one of its modules calls another
+            self.slots.show_resting(self._shown)
             self.slots.show_full()
+            self._shown = self.slots.part(None)
         self.depth += 1
 
     def leave(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.slots.show_resting()
+            self.slots.show_resting(self._shown)
 
     def results_in_attributes(self) -> Iterator[torch.Tensor]:
         """Tensors that a forward leaves in its modules' attributes (`self.aux_loss`), found at the first."""

@@ -112,6 +112,26 @@ def backward_order(order: Sequence[int], inside: Sequence[Set[int]], left_out: S
     return found
 
 
+def kept_units(
+    order: Sequence[int], sizes: Sequence[int], budget_bytes: int, at_least: int, no_need: Set[int]
+) -> set[int]:
+    """Units that stay full from forward to backward: the last ones, which backward needs first.
+
+    `at_least` of them stay whatever their size; further ones while the sum of sizes is within the budget.
+    The root (always full) and those in `no_need` do not count.
+    """
+    kept: set[int] = set()
+    total = 0
+    for unit in dict.fromkeys(reversed(order)):
+        if unit == 0 or unit in no_need:
+            continue
+        total += sizes[unit]
+        if len(kept) >= at_least and total > budget_bytes:
+            break
+        kept.add(unit)
+    return kept
+
+
 def reduce_order(order: Sequence[int]) -> list[int]:
     """A unit's gradients are complete after the backward of its first call."""
     return list(reversed(list(dict.fromkeys(order))))

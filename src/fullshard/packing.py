@@ -11,6 +11,7 @@ import torch
 from fullshard.collectives import Operation, as_bytes
 from fullshard.errors import GradientError, unit_label
 from fullshard.layout import Piece
+from fullshard.quantise import add_rows, pack, packed_bytes
 from fullshard.shards import Lane, LaneGradients, piece_view
 
 _grad = attrgetter("grad")
@@ -23,15 +24,44 @@ class Outgoing:
         self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
         self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
         self.as_bytes = as_bytes(self.flat)
+        # Blocks of 8 bits share a scale: what lies between parameters must not be in it.
+        self._gaps = _gaps(self.flat, lane.layout.pieces) if lane.dtypes.eight_bit_wire else []
         self._storage = self.flat.untyped_storage()
         self._size_bytes = self._storage.nbytes()
+        self._places = [(place, self.views[index]) for index, place in lane.places.items()]
+        self.is_open = False
         self.close()
 
+    @property
+    def written(self) -> bool:
+        """A matrix product has left a gradient here."""
+        return any(place.view is None for place, _ in self._places)
+
+    def invite(self) -> None:
+        """Matrix products of a backward that begins may write here."""
+        self.open()
+        for place, view in self._places:
+            place.view = view
+
     def open(self) -> None:
+        if self.is_open:
+            return
+        self.is_open = True
         self._storage.resize_(self._size_bytes)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
 
     def close(self) -> None:
+        self.is_open = False
+        for place, _ in self._places:
+            place.view = None
         self._storage.resize_(0)
+
+
+def _gaps(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    starts = [*(piece.start for piece in pieces[1:]), len(flat)]
+    pairs = zip(pieces, starts, strict=True)
+    return [flat[piece.stop : start] for piece, start in pairs if start > piece.stop]
 
 
 @dataclass
@@ -44,6 +74,7 @@ class LaneReduction:
     holds_pile: bool = False  # the pile has something that was not sent yet
     shard_pile: torch.Tensor | None = None
     used: list[bool] | None = None
+    residual: torch.Tensor | None = None  # what 8-bit gradients have left out so far
 
     def drop_pile(self) -> None:
         self.shard_pile = self.used = None
@@ -62,7 +93,7 @@ class Travel:
     """One exchange in flight."""
 
     reduction: LaneReduction
-    sent: Outgoing
+    sent: Outgoing | torch.Tensor
     received: torch.Tensor
     operation: Operation | None
     divisor: int
@@ -107,22 +138,42 @@ def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
 
 
 def copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> None:
-    values = [g for g in gradients if g is not None]
+    """Cast and copied in one go; what a matrix product wrote here already stays."""
     views = outgoing.views
+    if outgoing.written:
+        pairs = list(zip(views, gradients, strict=True))
+        pairs = [(v, g) for v, g in pairs if g is None or g.data_ptr() != v.data_ptr()]
+        views, gradients = [v for v, _ in pairs], [g for _, g in pairs]
+    values = [g for g in gradients if g is not None]
     if len(values) < len(views):
-        outgoing.flat.zero_()
+        torch._foreach_zero_([v for v, g in zip(views, gradients, strict=True) if g is None])
         views = [v for v, g in zip(views, gradients, strict=True) if g is not None]
     if values:
         torch._foreach_copy_(views, values)
 
 
 def mean_of_rows(rows: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.Tensor:
-    """The mean of one row a rank, added up in the dtype of `out`."""
+    """The mean of one row a rank, added up in the dtype of `out`. Rows of bytes are 8-bit blocks."""
+    if rows.dtype == torch.uint8:
+        add_rows(rows, out, 1.0 / divisor)
+        return out
     if len(rows) == 1:
         out.copy_(rows[0])
     else:
         torch.sum(rows, 0, dtype=out.dtype, out=out)
     return out if divisor == 1 else out.mul_(1.0 / divisor)
+
+
+def packed_gradients(reduction: LaneReduction, sent: Outgoing, feedback: bool) -> torch.Tensor:
+    """A lane's gradients in 8-bit blocks, one row for each rank."""
+    layout = reduction.lane.layout
+    values = sent.flat.view(layout.ranks, layout.interval)
+    if feedback and reduction.residual is None:
+        reduction.residual = torch.zeros_like(values, dtype=torch.bfloat16)
+    packed = torch.empty(layout.ranks, packed_bytes(layout.interval), dtype=torch.uint8, device=values.device)
+    pack(values, packed, reduction.residual if feedback else None)
+    sent.close()
+    return packed
 
 
 def unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:

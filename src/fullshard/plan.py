@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.layout import Layout, align_elements, lay_out
 from fullshard.options import Options
 from fullshard.precision import PRESETS, LaneDtypes, lane_dtypes
+from fullshard.quantise import BLOCK, packed_bytes
 from fullshard.units import Member, Unit, find_units
 
 
@@ -29,6 +30,20 @@ class LanePlan:
     @property
     def full_bytes(self) -> int:
         return self.layout.total * self.dtypes.compute.itemsize
+
+    @property
+    def gather_bytes(self) -> int:
+        """One gather, all intervals together."""
+        if self.dtypes.eight_bit_gather:
+            return self.layout.ranks * packed_bytes(self.layout.interval)
+        return self.full_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """One exchange of gradients."""
+        if self.dtypes.eight_bit_wire:
+            return self.layout.ranks * packed_bytes(self.layout.interval)
+        return self.layout.total * self.dtypes.wire.itemsize
 
     def rest_bytes(self, whole: bool) -> int:
         return (self.layout.total if whole else self.layout.interval) * self.dtypes.rest.itemsize
@@ -89,9 +104,9 @@ class Plan:
         for unit in self.units:
             for lane in unit.lanes:
                 times = min(gathers, 1) if unit is self.units[0] else gathers
-                total += share * lane.full_bytes * times
+                total += share * lane.gather_bytes * times
                 if lane.trainable:
-                    total += share * lane.layout.total * lane.dtypes.wire.itemsize
+                    total += share * lane.wire_bytes
                     if self._whole:
                         total += share * lane.layout.total * lane.dtypes.rest.itemsize
         return round(total)
@@ -152,9 +167,11 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
         groups.setdefault((parameter.dtype, parameter.requires_grad, fixed), []).append(member)
     lanes = []
     for (dtype, trainable, fixed), members in groups.items():
-        dtypes = lane_dtypes(dtype, trainable, PRESETS["fp32"] if fixed else options.precision)
+        precision = PRESETS["fp32"] if fixed else options.precision
+        dtypes = lane_dtypes(dtype, trainable, precision, options.reduce == "scatter")
         shapes = [(m.name, m.shape, m.order) for m in members]
-        layout = lay_out(shapes, ranks, align_elements(dtypes.narrowest_bytes))
+        align = BLOCK if dtypes.in_blocks else align_elements(dtypes.narrowest_bytes)
+        layout = lay_out(shapes, ranks, align)
         lanes.append((LanePlan(layout, dtypes, trainable), members))
     return lanes
 

@@ -1,7 +1,8 @@
 """Dtype at rest, in compute and on the wire.
 
-A lane has four dtypes: `rest` (the shard, what the optimizer sees), `compute` (the full value),
-`wire` (gradients between ranks) and `sum` (what gradients are added up in).
+A lane has five dtypes: `rest` (the shard, what the optimizer sees), `compute` (the full value),
+`gather` (parameters between ranks), `wire` (gradients between ranks) and `sum` (what gradients are added
+up in). int8 on the wire means blocks of 256 values with one scale each (see `quantise`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class Precision:
     """How a run computes. None means: as the parameter is.
 
     compute: dtype of the full value, and of floating point inputs of units.
-    wire:    dtype of gradients between ranks; None sends them as computed.
+    gather:  dtype of parameters between ranks: None as computed, torch.int8 in 8-bit blocks.
+    wire:    dtype of gradients between ranks; None sends them as computed, torch.int8 in 8-bit blocks.
+    error_feedback: what 8-bit gradients leave out is added to the next ones; costs 2 bytes a parameter.
     reduce:  dtype in which gradients are summed; never narrower than fp32 unless said here.
     outputs: dtype of the model's floating point outputs; None leaves them.
     """
@@ -27,11 +30,20 @@ class Precision:
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     outputs: torch.dtype | None = None
+    gather: torch.dtype | None = None
+    error_feedback: bool = True
 
     def __post_init__(self) -> None:
+        if self.gather not in (None, torch.int8):
+            raise OptionError(
+                f"Precision.gather is {self.gather!r}",
+                "Give torch.int8, or None to send what is computed with.",
+            )
+        if not isinstance(self.error_feedback, bool):
+            raise OptionError(f"Precision.error_feedback is {self.error_feedback!r}", "Give True or False.")
         for field in ("compute", "wire", "reduce", "outputs"):
             value = getattr(self, field)
-            if value is None and field != "reduce":
+            if (value is None and field != "reduce") or (field == "wire" and value == torch.int8):
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise OptionError(
@@ -42,16 +54,35 @@ class Precision:
 
 @dataclass(frozen=True)
 class LaneDtypes:
-    """The four dtypes of one lane."""
+    """The five dtypes of one lane."""
 
     rest: torch.dtype
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
+    gather: torch.dtype
 
     @property
     def narrowest_bytes(self) -> int:
         return min(dtype.itemsize for dtype in (self.rest, self.compute, self.wire))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Some of it travels in 8-bit blocks, so intervals are whole blocks."""
+        return self.eight_bit_gather or self.eight_bit_wire
+
+    @property
+    def eight_bit_gather(self) -> bool:
+        return self.gather == torch.int8 and self.compute != torch.int8
+
+    @property
+    def eight_bit_wire(self) -> bool:
+        return self.wire == torch.int8 and self.compute != torch.int8
+
+    @property
+    def packed(self) -> torch.dtype:
+        """Of the buffer in which gradients are laid end to end."""
+        return self.compute if self.eight_bit_wire else self.wire
 
 
 PRESETS = {
@@ -72,17 +103,25 @@ def parse(precision: str | Precision) -> Precision:
     )
 
 
-def lane_dtypes(dtype: torch.dtype, trainable: bool, precision: Precision) -> LaneDtypes:
+def lane_dtypes(
+    dtype: torch.dtype, trainable: bool, precision: Precision, scattered: bool = False
+) -> LaneDtypes:
     """Resolve one lane. Only real floating point values are ever cast.
 
     Trainable low-precision parameters get fp32 masters under mixed precision: an update smaller
     than half a bf16 step would be lost every time. Frozen ones stay as they are: nothing updates
-    them, and an fp32 copy of a frozen base would double its memory.
+    them, and an fp32 copy of a frozen base would double its memory. Gradients that are `scattered` are
+    summed on their way, so they travel in the dtype of the sum.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        return LaneDtypes(dtype, dtype, dtype, dtype)
+        return LaneDtypes(dtype, dtype, dtype, dtype, dtype)
     rest, compute = dtype, precision.compute or dtype
     if precision.compute is not None and trainable and dtype.itemsize < 4:
         rest = torch.float32
     total = torch.float64 if rest == torch.float64 else precision.reduce
-    return LaneDtypes(rest, compute, precision.wire or compute, total)
+    wire, gather = precision.wire or compute, precision.gather or compute
+    if torch.float64 in (rest, compute):  # asked for more than fp32: 8 bits would be a strange answer
+        wire, gather = (compute if dtype == torch.int8 else dtype for dtype in (wire, gather))
+    if scattered and wire != torch.int8:
+        wire = total
+    return LaneDtypes(rest, compute, wire, torch.float32 if wire == torch.int8 else total, gather)

@@ -18,7 +18,16 @@ import torch
 from fullshard.collectives import Comm, as_bytes
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
-from fullshard.packing import LaneReduction, Outgoing, Travel, copy_into, look_at, mean_of_rows, unpackable
+from fullshard.packing import (
+    LaneReduction,
+    Outgoing,
+    Travel,
+    copy_into,
+    look_at,
+    mean_of_rows,
+    packed_gradients,
+    unpackable,
+)
 from fullshard.shards import Lane, LaneGradients
 
 _IN_FLIGHT = 2
@@ -60,6 +69,16 @@ class Reduction:
             for reduction in self._training[unit]:
                 self._look_at_pile(reduction)
                 look_at(reduction.lane)
+
+    def prepare(self, unit: int) -> None:
+        """A unit's backward begins: large products may write their gradients where they are sent from."""
+        for reduction in self._training[unit]:
+            lane = reduction.lane
+            waiting = reduction.holds_pile or (self.postponing and self._options.piles_up)
+            if not lane.places or waiting or self.absent or lane.dtypes.packed != lane.dtypes.compute:
+                continue
+            if not any(travel.reduction is reduction for travel in self._travels):
+                self._outgoing(reduction).invite()
 
     # ---- done
 
@@ -127,7 +146,7 @@ class Reduction:
         if reduction.holds_pile:
             pile = self._pile_up(reduction, gradients)
             reduction.holds_pile = False
-            if lane.dtypes.wire == pile.flat.dtype:
+            if lane.dtypes.packed == pile.flat.dtype:
                 return pile
             outgoing = self._outgoing(reduction)
             outgoing.flat.copy_(pile.flat)
@@ -139,8 +158,8 @@ class Reduction:
 
     def _outgoing(self, reduction: LaneReduction) -> Outgoing:
         if reduction.outgoing is None:
-            reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.wire)
-        reduction.outgoing.open()
+            reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.packed)
+        reduction.outgoing.open()  # where it was opened for products already, nothing happens
         return reduction.outgoing
 
     def _pile_up(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> Outgoing:
@@ -162,9 +181,19 @@ class Reduction:
     def _exchange(self, reduction: LaneReduction, sent: Outgoing, from_pile: bool) -> None:
         divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
         if self._comm.ranks == 1:
-            self._travels.append(Travel(reduction, sent, sent.flat, None, divisor))
+            self._travels.append(Travel(reduction, sent, sent.flat[None], None, divisor))
+        elif reduction.lane.dtypes.eight_bit_wire:
+            feedback = self._options.precision.error_feedback and not self.absent
+            packed = packed_gradients(reduction, sent, feedback)
+            received = torch.empty_like(packed)
+            operation = self._comm.exchange(received.view(-1), packed.view(-1), reduction.lane.unit)
+            self._travels.append(Travel(reduction, packed, received, operation, divisor))
+        elif self._options.reduce == "scatter":
+            received = torch.empty_like(sent.flat[: reduction.lane.layout.interval])
+            operation = self._comm.scatter(received, sent.flat, reduction.lane.unit)
+            self._travels.append(Travel(reduction, sent, received[None], operation, divisor))
         else:
-            received = torch.empty_like(sent.flat)
+            received = torch.empty_like(sent.flat).view(self._comm.ranks, -1)
             operation = self._comm.exchange(as_bytes(received), sent.as_bytes, reduction.lane.unit)
             self._travels.append(Travel(reduction, sent, received, operation, divisor))
         # Ranks on different paths finish units in different orders: waiting here could close a circle.
@@ -180,16 +209,16 @@ class Reduction:
         if travel.operation is not None:
             travel.operation.wait()
         reduction, lane = travel.reduction, travel.reduction.lane
-        rows = travel.received.view(self._comm.ranks, -1)
-        divisor, gradients = travel.divisor, lane.gradients
+        rows, divisor, gradients = travel.received, travel.divisor, lane.gradients
         assert gradients is not None
         if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
-            total = mean_of_rows(rows, divisor, torch.empty_like(rows[0], dtype=lane.dtypes.sum))
+            total = mean_of_rows(rows, divisor, torch.empty_like(gradients.own, dtype=lane.dtypes.sum))
             self._add(reduction, gradients, total)
         else:
             mean_of_rows(rows, divisor, gradients.own)
             gradients.live = True
-        travel.sent.close()
+        if isinstance(travel.sent, Outgoing):
+            travel.sent.close()
 
     def _add(self, reduction: LaneReduction, gradients: LaneGradients, total: torch.Tensor) -> None:
         if self._comm.replicas > 1:
@@ -273,10 +302,11 @@ class Reduction:
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
+        if all(flat):
+            self._comm.say_all_used(len(flat))  # nothing that the others say would change it
+            return local
         flags = torch.tensor(flat, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
         self._comm.max_everywhere(flags)
-        if all(flat):
-            return local
         agreed = iter(flags.tolist())
         return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
 

@@ -92,7 +92,7 @@ class Runtime:
 
     # ---- forward
 
-    def before_forward(self, unit: LiveUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit.entry_failed = True
         if self.unfinished is not None:
             self.unfinished()
@@ -101,20 +101,21 @@ class Runtime:
         elif unit is self.root and self.gathering.forward is None:
             self._begin_pass()
         try:
-            return self._enter(unit, args, kwargs)
+            return self._enter(unit, module, args, kwargs)
         except BaseException:
             if unit is self.root and unit.depth == 0:
                 self.gathering.abandon_pass()
             raise
 
-    def _enter(self, unit: LiveUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.gathering.need(unit)
         unit.claims = max(0, unit.claims - 1)
         dtype = self.options.precision.compute
         if dtype is not None:
-            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+            args = cast_floats(args, dtype)
+            kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
         node = first_node(args, kwargs) if torch.is_grad_enabled() else None
-        unit.enter()
+        unit.enter(module)
         unit.calls.append(node)
         unit.entry_failed = False
         return args, kwargs
@@ -257,7 +258,7 @@ class Runtime:
         ended = [unit for unit in turn.ends if self._ended(unit)]
         task = current_task()
         for unit in turn.begins:
-            if unit.task != task or unit.state is not State.FULL:
+            if unit.task != task or (unit.rereads and unit.state is not State.FULL):
                 self._begin(unit, turn.values)
         for unit in ended:
             self.reduction.done(unit.index, self._called)
@@ -290,7 +291,9 @@ class Runtime:
         unit.task = task
         self.gathering.began(unit)
         self.reduction.skip_to(unit.index, unit.inner_indices, self._called)
-        self.gathering.need(unit)
+        if unit.rereads:
+            self.gathering.need(unit)
+        self.reduction.prepare(unit.index)
 
     def _begin_backward(self) -> None:
         if self.gathering.backward is not None:

@@ -8,7 +8,7 @@ a gather or a release touches one storage, whatever the number of parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from fullshard.collectives import Comm, Operation, as_bytes
+from fullshard.direct import Place
 from fullshard.errors import AtRestError, StateError, unit_label
 from fullshard.gradients import GradShard, Holder
 from fullshard.layout import Layout, Piece, resting_shape
 from fullshard.precision import LaneDtypes
+from fullshard.quantise import pack, packed_bytes, unpack
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -65,7 +67,7 @@ class Lane:
         self.own = self.full.view(comm.ranks, -1)[comm.rank]
         self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
         self._storage = self.full.untyped_storage()
-        self._full_bytes = self._storage.nbytes()
+        self.full_bytes = self._storage.nbytes()
         self.resting = [self._resting_view(piece) for piece in layout.pieces]
         self.computing = [
             nn.Parameter(piece_view(self.full.data, piece), requires_grad=p.requires_grad)
@@ -73,7 +75,9 @@ class Lane:
         ]
         if not self.permanent:
             self._storage.resize_(0)
+        self._packed = PackedLane(self) if dtypes.eight_bit_gather and comm.ranks > 1 else None
         self.operation: Operation | None = None
+        self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
         self.gradients: LaneGradients | None = None
 
@@ -93,8 +97,11 @@ class Lane:
     def gather(self) -> None:
         if self.permanent:
             return
+        if self._packed is not None and not self.whole_at_rest and self.whole is None:
+            self.operation = self._packed.gather()
+            return
         if not self._storage.nbytes():
-            self._storage.resize_(self._full_bytes)
+            self._storage.resize_(self.full_bytes)
         if self.whole_at_rest or self.whole is not None:
             self.full.copy_(self.rest if self.whole is None else self.whole)
             return
@@ -105,6 +112,10 @@ class Lane:
         if self.operation is not None:
             self.operation.wait()
             self.operation = None
+            if self._packed is not None and self._packed.under_way:
+                if not self._storage.nbytes():
+                    self._storage.resize_(self.full_bytes)
+                self._packed.land(self.full)
 
     def release(self) -> None:
         if not self.permanent:
@@ -159,6 +170,38 @@ class Lane:
         return list(map(_requires_grad, self.parameters))
 
 
+class PackedLane:
+    """A lane on its way in 8-bit blocks. Packed once a pass; backward sends the same again."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        row_bytes = packed_bytes(lane.layout.interval)
+        self._rows = torch.empty(lane.comm.ranks, row_bytes, dtype=torch.uint8, device=lane.rest.device)
+        self._flat, self._mine = self._rows.view(-1), self._rows[lane.comm.rank]
+        self._storage = self._rows.untyped_storage()
+        self._size_bytes = self._storage.nbytes()
+        self._own: torch.Tensor | None = None
+        self._storage.resize_(0)
+
+    @property
+    def under_way(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def gather(self) -> Operation | None:
+        comm, lane = self._lane.comm, self._lane
+        if self._own is None or comm.phase != "backward":
+            if self._own is None:
+                self._own = self._mine.new_empty(self._mine.shape)
+            pack(lane.rest[None], self._own[None])
+        self._storage.resize_(self._size_bytes)
+        self._mine.copy_(self._own)
+        return comm.gather(self._flat, self._mine, lane.unit)
+
+    def land(self, full: torch.Tensor) -> None:
+        unpack(self._rows, full.view(len(self._rows), -1))
+        self._storage.resize_(0)
+
+
 class LaneGradients:
     """The gradient shard of a lane, and the permanent views that become `p.grad`."""
 
@@ -193,50 +236,81 @@ class LaneGradients:
         return self._count() > self._held or held > self._refs
 
 
-class Slots:
-    """Every place that holds a unit's parameters, switched between at rest and full."""
+_EVERYWHERE = -1
 
-    def __init__(self, unit: str) -> None:
+
+class Slots:
+    """Every place that holds a unit's parameters, switched between at rest and full.
+
+    A unit of several modules (merged blocks) is switched module by module: only the one whose forward runs
+    needs its places, and switching all of them for each would cost the square of their number.
+    """
+
+    def __init__(self, unit: str, modules: Sequence[nn.Module]) -> None:
         self.unit = unit
-        self._slots: list[tuple[Any, Any, nn.Parameter, nn.Parameter]] = []
+        self._parts: dict[int, list[tuple[Any, Any, nn.Parameter, nn.Parameter]]] = {}
+        self._forwards: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
         self._names: dict[int, str] = {}
-        self._forwards: list[tuple[dict[str, Any], Any, Any]] = []
+        self._part_of: dict[int, int] = {}
+        for part, module in enumerate(modules if len(modules) > 1 else ()):
+            for inside in module.modules():
+                shared = id(inside) in self._part_of  # lies in two of them
+                self._part_of[id(inside)] = _EVERYWHERE if shared else part
+
+    def part(self, module: nn.Module | None) -> int:
+        """What to switch for a forward of `module`."""
+        return self._part_of.get(id(module), _EVERYWHERE)
 
     def add(
-        self, container: Any, key: Any, resting: nn.Parameter, computing: nn.Parameter, name: str
+        self,
+        owner: nn.Module | None,
+        place: tuple[Any, Any],
+        resting: nn.Parameter,
+        computing: nn.Parameter,
+        name: str,
     ) -> None:
-        self._slots.append((container, key, resting, computing))
+        """`place` is a container and a key in it; `owner` the module that shows it, if one does."""
+        self._parts.setdefault(self.part(owner), []).append((*place, resting, computing))
         self._names[id(resting)] = name
 
     def add_forward(self, module: nn.Module, stand_in: Any) -> None:
         """A stand-in for `module.forward` while the unit is at rest."""
-        self._forwards.append((module.__dict__, stand_in, stand_in.replaced))
+        forwards = self._forwards.setdefault(self.part(module), [])
+        forwards.append((module.__dict__, stand_in, stand_in.replaced))
         module.__dict__["forward"] = stand_in
 
     def stands_in(self, stand_in: Any) -> bool:
-        return any(known is stand_in for _, known, _ in self._forwards)
+        return any(known is stand_in for part in self._forwards.values() for _, known, _ in part)
 
-    def show_full(self) -> None:
-        for container, key, resting, computing in self._slots:
-            if container[key] is not resting:
-                self._undo_and_refuse(self._names[id(resting)])
-            container[key] = computing
-        for attributes, _, original in self._forwards:
-            if original is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = original
+    def show_full(self, part: int = _EVERYWHERE) -> None:
+        for each in self._shown_with(part):
+            for container, key, resting, computing in self._parts.get(each, ()):
+                if container[key] is not resting:
+                    self._undo_and_refuse(self._names[id(resting)])
+                container[key] = computing
+            for attributes, _, original in self._forwards.get(each, ()):
+                if original is None:
+                    attributes.pop("forward", None)
+                else:
+                    attributes["forward"] = original
 
-    def show_resting(self) -> None:
-        for container, key, resting, _ in self._slots:
-            container[key] = resting
-        for attributes, stand_in, _ in self._forwards:
-            attributes["forward"] = stand_in
+    def show_resting(self, part: int = _EVERYWHERE) -> None:
+        for each in self._shown_with(part):
+            for container, key, resting, _ in self._parts.get(each, ()):
+                container[key] = resting
+            for attributes, stand_in, _ in self._forwards.get(each, ()):
+                attributes["forward"] = stand_in
+
+    def _shown_with(self, part: int) -> Iterable[int]:
+        if part == _EVERYWHERE:
+            return self._parts.keys() | self._forwards.keys()
+        return part, _EVERYWHERE
 
     def _undo_and_refuse(self, name: str) -> None:
-        for container, key, resting, computing in self._slots:
-            if container[key] is computing:
-                container[key] = resting
+        for slots in self._parts.values():
+            for container, key, resting, computing in slots:
+                if container[key] is computing:
+                    container[key] = resting
         raise AtRestError(
             f"{unit_label(self.unit)}: somebody replaced its parameter {name!r} after sharding",
             "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard import direct
+from fullshard.direct import Place, linear
 from fullshard.errors import AtRestError, StateError, Unsupported, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
@@ -72,7 +74,7 @@ class BeforeForward(Eager):
             _refuse_other_device(self.runtime.comm.device, args, kwargs)
         if self.unit.whole and not self.unit.cast:
             return None
-        return self.runtime.before_forward(self.unit, args, kwargs)
+        return self.runtime.before_forward(self.unit, module, args, kwargs)
 
 
 class AfterForward(Eager):
@@ -119,6 +121,18 @@ def _accumulator(parameter: torch.Tensor) -> Any:
     return node.next_functions[0][0]
 
 
+class DirectLinear(Attached):
+    """`forward` of a large Linear while its unit is full: see `direct`."""
+
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Linear, place: Place) -> None:
+        super().__init__(runtime, unit)
+        self.module, self.place = module, place
+        functools.update_wrapper(self, module.forward, updated=())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(self.module, x, self.place)
+
+
 class StandIn(Eager):
     """`forward` of a module inside a unit, while the unit is at rest: open the unit around it."""
 
@@ -131,7 +145,7 @@ class StandIn(Eager):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.unit.whole and not self.unit.cast:
             return self.original(*args, **kwargs)
-        args, kwargs = self.runtime.before_forward(self.unit, args, kwargs)
+        args, kwargs = self.runtime.before_forward(self.unit, self.module, args, kwargs)
         output = None
         try:
             output = self.original(*args, **kwargs)
@@ -347,11 +361,30 @@ def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
     owners: dict[nn.Module, list[str]] = {}
     for module, attribute in unit.sites:
         owners.setdefault(module, []).append(attribute)
+    places = _places(unit)
     for module, attributes in owners.items():
+        if isinstance(module, nn.Linear) and module in places:
+            module.__dict__["forward"] = DirectLinear(runtime, unit, module, places[module])
         if module not in unit.modules and has_forward(module):
             unit.slots.add_forward(module, StandIn(runtime, unit, module))
         for name, reads in _reading_methods(module, attributes).items():
             module.__dict__[name] = MethodGuard(runtime, unit, getattr(module, name), reads)
+
+
+def _places(unit: LiveUnit) -> dict[nn.Linear, Place]:
+    """Linears as torch wrote them, large enough, whose weight is theirs alone."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module, attribute in unit.sites:
+        sites.setdefault(id(module._parameters[attribute]), []).append((module, attribute))
+    found: dict[nn.Linear, Place] = {}
+    for lane in unit.lanes:
+        for index, (parameter, piece) in enumerate(zip(lane.parameters, lane.layout.pieces, strict=True)):
+            module, attribute = sites[id(parameter)][0]
+            large = piece.num_elements * lane.dtypes.packed.itemsize >= direct.MIN_BYTES
+            alone = parameter.requires_grad and attribute == "weight" and len(sites[id(parameter)]) == 1
+            if large and alone and type(module) is nn.Linear and "forward" not in vars(module):
+                found[module] = lane.places[index] = Place()
+    return found
 
 
 def _reading_methods(module: nn.Module, attributes: list[str]) -> dict[str, list[str]]:

@@ -100,6 +100,8 @@ class _Rebuild:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Floating point tensors of a module's input in another dtype. A cache object keeps its identity."""
+    if type(value) is tuple and all(_stays(item, dtype) for item in value):
+        return value  # the hot path: nothing to cast, nothing to look into
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() and tensor.dtype != dtype:
@@ -107,6 +109,12 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return tensor
 
     return map_tensors(value, cast, objects=False)
+
+
+def _stays(value: Any, dtype: torch.dtype) -> bool:
+    if type(value) is torch.Tensor:
+        return value.dtype is dtype or not value.is_floating_point()
+    return value is None
 
 
 def first_node(args: Any, kwargs: Any) -> torch.autograd.graph.Node | None:

@@ -63,6 +63,18 @@ def compute_device(model_device: torch.device) -> torch.device:
     return model_device
 
 
+def let_segments_grow() -> None:
+    """Have CUDA's allocator grow its segments instead of adding new ones, unless the user decided himself.
+
+    Full values, gradients and activations of different sizes come and go in turns, which leaves holes in
+    segments of fixed size: 20 to 80 % above the peak was reserved on an H200, within 5 % with this.
+    """
+    said = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if not said and change is not None and torch.cuda.is_available():
+        change("expandable_segments:True")
+
+
 def return_memory_to_system() -> None:
     """Give released host buffers back to the system (glibc; elsewhere nothing happens).
 

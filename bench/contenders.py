@@ -1,0 +1,292 @@
+"""The engines that are compared on CPU ranks, and the race in which their steps take turns.
+
+All contenders train the same model on the same batches in the same processes. They take turns step by step,
+so that all see the same machine, and must come out at the same loss. The time of a step is that of its
+slowest rank; medians count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import wire
+from gpt import GPT, Block, GPTConfig, sample_batch, standard_library_bytes
+
+LEARNING_RATE = 1e-4
+BATCH, CONTEXT = 4, 64
+MODELS = {
+    "tiny": GPTConfig(num_layers=6, width=64, context=CONTEXT),
+    "small": GPTConfig(num_layers=4, width=256, context=CONTEXT),
+    "medium": GPTConfig(num_layers=8, num_heads=8, width=512, context=CONTEXT),
+}
+
+# How far apart two losses may be, relative to their size, after the same steps in these precisions.
+TOLERANCE = {"fp32": 1e-3, "bf16 gradients": 1e-2, "bf16": 2e-2}
+
+
+def describe(name: str) -> str:
+    with torch.device("meta"):
+        millions = sum(p.numel() for p in GPT(MODELS[name]).parameters()) / 1e6
+    config = MODELS[name]
+    shape = f"GPT of {config.num_layers} blocks, width {config.width}, {millions:.1f} M parameters"
+    return f"{shape}; {BATCH} sequences of {CONTEXT} bytes a rank and step"
+
+
+class Trainer:
+    """One contender at work."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = adamw(model)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, targets).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine with its settings. Contenders of one precision send and compute the same dtypes."""
+
+    engine: str
+    setting: str
+    make: Callable[[GPT], Trainer]
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        precision = "" if self.precision == "fp32" else self.precision
+        return " ".join(filter(None, (self.engine, self.setting, precision)))
+
+
+# --- the engines --------------------------------------------------------------------------------------
+
+
+def ddp(model: GPT, bf16_gradients: bool = False) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if bf16_gradients:
+        # Torch refuses its own hook by name where there is no NCCL, although gloo can sum bf16.
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    return Trainer(wrapped)
+
+
+def fsdp1(model: GPT, strategy: str) -> Trainer:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    return Trainer(
+        FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    )
+
+
+def fsdp2(model: GPT, reshard: bool, **dtypes: torch.dtype) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    return Trainer(model)
+
+
+class _DeepSpeedTrainer(Trainer):
+    """DeepSpeed has a backward and a step of its own."""
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, targets).loss
+        engine: Any = self.model
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+
+def deepspeed(model: GPT, stage: int) -> Trainer:
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # it would clip to 1.0 unasked
+    }
+    trainer = _DeepSpeedTrainer(model)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it builds
+        trainer.model = deepspeed.initialize(model=model, optimizer=trainer.optimizer, config=settings)[0]
+    return trainer
+
+
+def fullshard(model: GPT, strategy: str, **options: Any) -> Trainer:
+    import fullshard as fs
+
+    precision = fs.Precision(**options) if options else "fp32"
+    return Trainer(fs.shard(model, strategy=strategy, precision=precision))
+
+
+BF16 = torch.bfloat16
+ALL = (
+    Contender("DDP", "", ddp),
+    Contender("FSDP1", "FULL_SHARD", partial(fsdp1, strategy="FULL_SHARD")),
+    Contender("FSDP1", "SHARD_GRAD_OP", partial(fsdp1, strategy="SHARD_GRAD_OP")),
+    Contender("FSDP2", "reshard", partial(fsdp2, reshard=True)),
+    Contender("FSDP2", "keep", partial(fsdp2, reshard=False)),
+    *(Contender("DeepSpeed", f"ZeRO-{stage}", partial(deepspeed, stage=stage)) for stage in (1, 2, 3)),
+    Contender("fullshard", "zero3", partial(fullshard, strategy="zero3")),
+    Contender("fullshard", "zero2", partial(fullshard, strategy="zero2")),
+    Contender("fullshard", "replicate", partial(fullshard, strategy="replicate")),
+    Contender("DDP", "", partial(ddp, bf16_gradients=True), "bf16 gradients"),
+    Contender("FSDP2", "reshard", partial(fsdp2, reshard=True, reduce_dtype=BF16), "bf16 gradients"),
+    Contender("FSDP2", "keep", partial(fsdp2, reshard=False, reduce_dtype=BF16), "bf16 gradients"),
+    Contender("fullshard", "zero3", partial(fullshard, strategy="zero3", wire=BF16), "bf16 gradients"),
+    Contender("fullshard", "zero2", partial(fullshard, strategy="zero2", wire=BF16), "bf16 gradients"),
+    Contender(
+        "FSDP2", "keep, fp32 sums",
+        partial(fsdp2, reshard=False, param_dtype=BF16, reduce_dtype=torch.float32), "bf16",
+    ),
+    Contender(
+        "FSDP2", "keep, bf16 sums",
+        partial(fsdp2, reshard=False, param_dtype=BF16, reduce_dtype=BF16), "bf16",
+    ),
+    Contender("fullshard", "zero3", partial(fullshard, strategy="zero3", compute=BF16), "bf16"),
+    Contender("fullshard", "zero2", partial(fullshard, strategy="zero2", compute=BF16), "bf16"),
+)  # fmt: skip
+
+
+def chosen(engines: Sequence[str], precisions: Sequence[str]) -> list[Contender]:
+    """The contenders of these engines and precisions, less those that are not installed."""
+    missing = set() if importlib.util.find_spec("deepspeed") else {"DeepSpeed"}
+    return [c for c in ALL if c.engine in engines and c.precision in precisions and c.engine not in missing]
+
+
+# --- the race -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender, after the race: a step's seconds by the clock and of one rank's processor time (all its
+    threads; what a busy machine disturbs least), bytes one rank sent, and the mean loss at the end."""
+
+    contender: Contender
+    step_s: float
+    cpu_s: float
+    sent_bytes: float
+    loss: float
+
+
+def join(rank: int, ranks: int, init_method: str, *, local_rank: int, threads: int) -> None:
+    """Make this process a rank."""
+    torch.set_num_threads(threads)
+    os.environ["LOCAL_RANK"] = str(local_rank)  # DeepSpeed looks there
+    # The rivals warn about views, about themselves and about CPUs: not what is measured.
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
+
+
+def race(contenders: Sequence[Contender], config: GPTConfig, steps: int, warmup: int) -> list[Result]:
+    """Every rank calls this, and gets the same results. Raises where the contenders' losses differ."""
+    trainers = [_trainer(contender, config) for contender in contenders]
+    batches = _batches(steps + warmup, config)
+    measured: list[list[list[float]]] = [[] for _ in trainers]
+    losses = [torch.zeros(()) for _ in trainers]
+    for round_number, batch in enumerate(batches):
+        for turn in range(len(trainers)):
+            # Another one begins each round: what comes first after the big one finds other caches.
+            index = (turn + round_number) % len(trainers)
+            figures, losses[index] = _timed(trainers[index], batch)
+            if round_number >= warmup:
+                measured[index].append(figures)
+    # Contenders, steps, (seconds, processor seconds, bytes): of the slowest rank, and the median step.
+    figures_by_step = torch.tensor(measured, dtype=torch.float64)
+    dist.all_reduce(figures_by_step, dist.ReduceOp.MAX)
+    all_losses = torch.stack(losses).double()
+    dist.all_reduce(all_losses)
+    medians = figures_by_step.quantile(0.5, dim=1).tolist()
+    means = (all_losses / dist.get_world_size()).tolist()
+    results = [Result(c, *figures, loss) for c, figures, loss in zip(contenders, medians, means, strict=True)]
+    _check_losses(results)
+    return results
+
+
+def _trainer(contender: Contender, config: GPTConfig) -> Trainer:
+    torch.manual_seed(0)
+    return contender.make(GPT(config))
+
+
+def _batches(count: int, config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
+    text = standard_library_bytes(1 << 18)
+    dice = torch.Generator().manual_seed(1 + dist.get_rank())
+    return [sample_batch(text, BATCH, config.context, dice) for _ in range(count)]
+
+
+def _timed(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[list[float], Tensor]:
+    sent = wire.sent_bytes()
+    dist.barrier()
+    start, cpu = perf_counter(), process_time()
+    loss = trainer.step(*batch)
+    return [perf_counter() - start, process_time() - cpu, wire.sent_bytes() - sent], loss
+
+
+def _check_losses(results: Sequence[Result]) -> None:
+    base = next((r.loss for r in results if r.contender.precision == "fp32"), results[0].loss)
+    for result in results:
+        if not abs(result.loss - base) <= TOLERANCE[result.contender.precision] * abs(base):
+            found = ", ".join(f"{r.contender.name} {r.loss:.5f}" for r in results)
+            raise RuntimeError(f"the contenders disagree on the loss: {found}")
+
+
+# --- the table ----------------------------------------------------------------------------------------
+
+HEADERS = ("engine", "precision", "ms a step", "to DDP", "to FSDP2", "CPU ms", "MB sent")
+
+
+def rows(results: Sequence[Result]) -> list[list[str | float | None]]:
+    """A row a contender; ratios are to the same precision's DDP, and to its faster FSDP2."""
+    table: list[list[str | float | None]] = []
+    for result in results:
+        name = f"{result.contender.engine} {result.contender.setting}".strip()
+        ratios = [_ratio(result, results, engine) for engine in ("DDP", "FSDP2")]
+        times = f"{result.step_s * 1e3:.1f}", *ratios, f"{result.cpu_s * 1e3:.1f}"
+        table.append([name, result.contender.precision, *times, f"{result.sent_bytes / 1e6:.2f}"])
+    return table
+
+
+def _ratio(result: Result, results: Sequence[Result], engine: str) -> str | None:
+    kin = [r for r in results if r.contender.precision == result.contender.precision]
+    base = min((r.step_s for r in kin if r.contender.engine == engine), default=None)
+    return None if base is None else f"{result.step_s / base:.2f}"

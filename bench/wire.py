@@ -1,0 +1,31 @@
+"""Bytes on the wire, counted by the kernel: what an engine really sends, whatever its collectives promise.
+
+gloo makes a reduce-scatter out of an all-reduce, for one, which sends twice what the name suggests.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+BYTES_ACKED = 120  # where Linux's struct tcp_info has it
+
+
+def sent_bytes() -> int:
+    """What the other ends have received of this process's TCP connections, since those were opened."""
+    return sum(map(_sent_through, map(int, os.listdir("/proc/self/fd"))))
+
+
+def _sent_through(descriptor: int) -> int:
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:  # a file, a pipe, or the listing's own descriptor, closed by now
+        return 0
+    try:
+        if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return int(struct.unpack_from("Q", info, BYTES_ACKED)[0])
+    finally:
+        connection.detach()  # it is not ours to close
