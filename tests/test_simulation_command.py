@@ -21,7 +21,7 @@ from fullshard import cli
 from fullshard.simulation.group import Cluster, joined
 from fullshard.simulation.models import Shape, decoder
 from fullshard.simulation.network import Link, Network
-from fullshard.simulation.run import Scenario, build
+from fullshard.simulation.run import Result, Scenario, build
 from fullshard.simulation.timeline import ROOT, ROWS, Timeline, trace
 
 CPU = torch.device("cpu")
@@ -165,6 +165,15 @@ def test_wrong_option_is_one_line_with_its_remedy(arguments: tuple[str, ...], sa
     assert says in err
 
 
+def test_rank_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "simulate", lambda _, engine, __: Result(engine, None, None, 0))
+    code, out, err = _printed(("simulate", *SMALL, "--engine", "both"))
+    assert (code, err) == (1, "")
+    assert out.endswith(
+        "fullshard: the rank does not fit in memory\nFSDP2: the rank does not fit in memory\n"
+    )
+
+
 def test_function_that_returns_no_batch_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_MODEL)
     code, _, err = _printed(("simulate", f"{tmp_path}/own.py:wrong"))
@@ -274,6 +283,22 @@ def test_timeline_of_fsdp2_shows_messages_and_blocks(tmp_path: Path) -> None:
         for kind in ("forward", "backward"):
             assert f"{kind} {block}" in {one["name"] for one in rows["compute"]}
     assert found["clean"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_timeline_of_a_gpu_holds_the_wire_for_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    said = ("gpt-124m", "--layers", "4", "--tokens", "1024", "--ranks", "8", "--link", "5GB/s", "--json")
+    code, out, err = _run(*said, "--timeline", str(path))
+    assert code == 0, err
+    figures = json.loads(out)["engines"]["fullshard"]
+    rows = _rows(path)
+    took_s = sum(one["dur"] for one in rows["wire"]) / 1e6
+    assert figures["wire_s"] <= took_s < 1.2 * figures["wire_s"]
+    assert figures["step_s"] >= figures["wire_s"]
+    assert figures["peak_bytes"] > 0
+    assert "forward blocks.0" in {one["name"] for one in rows["compute"]}
 
 
 def test_both_engines_share_a_timeline(tmp_path: Path) -> None:

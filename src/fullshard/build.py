@@ -128,7 +128,7 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
             for reference in member.references:
                 place = reference.container, reference.key
                 slots.add(None, place, member.parameter, computing, member.name)
-    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites)
+    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged)
 
 
 def _show_resting(

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from fullshard.errors import FullshardError, OptionError
-from fullshard.options import STRATEGIES
+from fullshard.options import ACROSS, REDUCE, STRATEGIES
 from fullshard.simulation import report
 from fullshard.simulation.models import PRESETS, describe, subject
 from fullshard.simulation.network import Link, Network, bandwidth, duration
@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--layers", type=int, metavar="N", help="blocks of a preset (all)")
     training.add_argument("--tokens", type=int, metavar="N", help="a rank and step (4096; on a CPU 256)")
     training.add_argument("--strategy", default="zero3", choices=STRATEGIES)
+    training.add_argument("--across", default="replicate", choices=ACROSS, help="of hybrid, between nodes")
+    training.add_argument("--reduce", default="auto", choices=REDUCE, help="how gradients are sent (auto)")
     training.add_argument("--precision", choices=list(PRECISIONS), help="(bf16; on a CPU fp32)")
     training.add_argument("--checkpoint-activations", action="store_true")
     training.add_argument(
@@ -126,6 +128,8 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         device=device,
         rank=args.rank,
         strategy=args.strategy,
+        across=args.across,
+        reduce=args.reduce,
         precision=args.precision or precision,
         checkpoint_activations=args.checkpoint_activations,
         keep_full=_keep_full(args.keep_full),

@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import os
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,118 +20,150 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import FullshardError, OptionError, RankMismatch, Stalled, speak_as
+from fullshard.errors import FullshardError, OptionError, speak_as
 from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
-from fullshard.world import Launch, launch
+from fullshard.waiting import Operation, Waiter
+from fullshard.world import launch
 
 SIMULATED = "simulated"  # the backend of fullshard.simulation
-_POLL = timedelta(seconds=1)
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Operation:
-    """A collective in flight. `wait` returns when its result may be used on the current stream."""
+class Line:
+    """Ranks among which a buffer is cut in equal rows. Gathers and reduces have a group each."""
 
-    __slots__ = ("_after", "_comm", "_work", "channel", "number")
+    def __init__(self, comm: Comm, ranks: list[int], name: str) -> None:
+        self._comm, self._waiter = comm, comm.waiter
+        self.rank, self.ranks = ranks.index(comm.world_rank), len(ranks)
+        self._gather_name, self._reduce_name = f"gather{name}", f"reduce{name}"
+        for channel in (self._gather_name, self._reduce_name):
+            comm.records.declare(channel, [comm.members.index(r) for r in ranks])
+        self.gather_group, self.reduce_group = _group(ranks), _group(ranks)
 
-    def __init__(
-        self, comm: Comm, work: Any, channel: str, number: int, after: Callable[[], Any] | None
-    ) -> None:
-        self._comm, self._work, self._after = comm, work, after
-        self.channel, self.number = channel, number
+    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+        """All ranks' rows into `full`, as bytes; this rank's own is written already."""
+        if self.ranks == 1:
+            return None
+        comm, channel = self._comm, self._gather_name
+        number = comm.records.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
+            work = self.gather_group._allgather_base(full, own, _GATHER)
+            return Operation(self._waiter, work, channel, number, None)
+        host = torch.empty(full.shape, dtype=full.dtype)
+        mine = host.view(self.ranks, -1)[self.rank]
+        mine.copy_(own)
+        work = self.gather_group._allgather_base(host, mine, _GATHER)
+        return Operation(self._waiter, work, channel, number, lambda: full.copy_(host))
 
-    def over(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+        """Row r of `sent` goes to rank r; what each rank sent to this one arrives in rows. As bytes."""
+        comm, channel = self._comm, self._reduce_name
+        number = comm.records.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            work = self.reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
+            return Operation(self._waiter, work, channel, number, None)
+        host_sent, host = sent.cpu(), torch.empty(received.shape, dtype=received.dtype)
+        work = self.reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
+        return Operation(self._waiter, work, channel, number, lambda: received.copy_(host))
 
-    def wait(self) -> None:
-        if self._work is not None:
-            self._comm.wait_for(self._work, self.channel, self.number)
-            self._work = None
-            if self._after is not None:
-                self._after()
-                self._after = None
+    def scatter(self, own: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+        """Row r of every rank's `sent`, summed on the way, arrives at rank r."""
+        comm, channel = self._comm, self._reduce_name
+        number = comm.records.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            work = self.reduce_group._reduce_scatter_base(own, sent, _SCATTER)
+            return Operation(self._waiter, work, channel, number, None)
+        host = torch.empty(own.shape, dtype=own.dtype)
+        work = self.reduce_group._reduce_scatter_base(host, sent.cpu(), _SCATTER)
+        return Operation(self._waiter, work, channel, number, lambda: own.copy_(host))
 
 
 class Comm:
-    """This rank's connections for one sharded model."""
+    """This rank's connections for one sharded model.
 
-    def __init__(
-        self, device: torch.device, shard: list[int], replicate: list[int], members: list[int], first: int
-    ) -> None:
+    `line` is what units are gathered in. With `two_level` the grid's columns are shards too: interval
+    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep whole columns,
+    and `across` is the line on which those of one column put theirs together.
+    """
+
+    def __init__(self, device: torch.device, grid: torch.Tensor, two_level: bool) -> None:
         self.device = device
-        self.launch: Launch = launch()
         self.world_rank = dist.get_rank()
-        self.members = members
-        self.rank, self.ranks = shard.index(self.world_rank), len(shard)
-        self.replicas = len(replicate)
-        self.all_ranks = len(members)
-        self._gather_group = _group(shard)
-        self._reduce_group = _group(shard)
-        self._replica_group = _group(replicate) if self.replicas > 1 else None
-        self._control_group = _group(members, backend="gloo")
-        self._source = members[0]
-        # On the device the first rank's values go down its column of the grid, then along every row.
-        self._row_source, self._column_source = shard[0], replicate[0]
-        self._by_device = device.type != "cpu" and first == members[0]
+        self.members = sorted(int(r) for r in grid.flatten())
+        row, column = (int(v[0]) for v in torch.where(grid == self.world_rank))
+        inner, outer = grid[row].tolist(), grid[:, column].tolist()
+        self.all_ranks = len(self.members)
+        self.two_level = two_level and len(outer) > 1
+        if self.two_level:
+            self.rank, self.ranks, self.replicas = column * len(outer) + row, self.all_ranks, 1
+        else:
+            self.rank, self.ranks, self.replicas = column, len(inner), len(outer)
         # gloo moves host memory: device tensors are staged through it.
-        self._staged = device.type != "cpu" and dist.get_backend(self._gather_group) == "gloo"
-        self._host_waits = device.type == "cpu" or self._staged
-        self._ones: dict[int, torch.Tensor] = {}
-        self._said: Operation | None = None  # in flight, waited for in the next step
+        self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0
         self.phase = "shard"
-        self.records = self._open_records(shard, replicate)
+        self._control_group = _group(self.members, backend="gloo")
+        self._source = self.members[0]
+        self.records = self._open_records(outer)
+        host_waits = device.type == "cpu" or self.staged
+        self.waiter = Waiter(self.records, host_waits, launch().stall_timeout_s)
+        self.line = Line(self, inner, "")
+        self.across = Line(self, outer, " across") if self.two_level else None
+        self._small_group = self.line.reduce_group
+        if self.two_level:
+            self._small_group = _group(self.members)
+        self._replica_group = _group(outer) if self.replicas > 1 else None
+        # On the device the first rank's values go down its column of the grid, then along every row.
+        self._row_source, self._column_source = inner[0], outer[0]
+        self._column_group = self.across.gather_group if self.across is not None else self._replica_group
+        self._first_column = column == 0
+        self._by_device = device.type != "cpu" and int(grid[0, 0]) == self._source
+        self._ones: dict[int, torch.Tensor] = {}
+        self._side: Any = None
+        self._said: Operation | None = None  # in flight, waited for in the next step
 
     # ---- hot path
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
         """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
-        if self.ranks == 1:
-            return None
-        number = self.records.begin("gather", self.phase, unit, self.step)
-        if not self._staged:
-            # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
-            work = self._gather_group._allgather_base(full, own, _GATHER)
-            return Operation(self, work, "gather", number, None)
-        host = torch.empty(full.shape, dtype=full.dtype)
-        mine = host.view(self.ranks, -1)[self.rank]
-        mine.copy_(own)
-        work = self._gather_group._allgather_base(host, mine, _GATHER)
-        return Operation(self, work, "gather", number, lambda: full.copy_(host))
+        if not self.two_level:
+            return self.line.gather(full, own, unit)
+        assert self.across is not None
+        share = full.view(self.line.ranks, -1)[self.line.rank]
+        with self._beside():
+            # Waited for here: what follows needs it, and all ranks must issue that in one order.
+            operation = self.across.gather(share, own, unit)
+            if operation is not None:
+                operation.wait()
+            return self.line.gather(full, share, unit)
+
+    def _beside(self) -> Any:
+        """A stream that may wait for the wire while the current one computes."""
+        if self.waiter.host_waits:
+            return contextlib.nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
-        """Interval r of `sent` goes to rank r; what each rank sent to this one arrives in rows. As bytes."""
-        number = self.records.begin("reduce", self.phase, unit, self.step)
-        if not self._staged:
-            work = self._reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
-            return Operation(self, work, "reduce", number, None)
-        host_sent, host = sent.cpu(), torch.empty(received.shape, dtype=received.dtype)
-        work = self._reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
-        return Operation(self, work, "reduce", number, lambda: received.copy_(host))
-
-    def scatter(self, own: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
-        """Interval r of every rank's `sent`, summed on the way, arrives at rank r."""
-        number = self.records.begin("reduce", self.phase, unit, self.step)
-        if not self._staged:
-            work = self._reduce_group._reduce_scatter_base(own, sent, _SCATTER)
-            return Operation(self, work, "reduce", number, None)
-        host = torch.empty(own.shape, dtype=own.dtype)
-        work = self._reduce_group._reduce_scatter_base(host, sent.cpu(), _SCATTER)
-        return Operation(self, work, "reduce", number, lambda: own.copy_(host))
+        """Interval r of `sent` goes to rank r of the line; what each sent to this one arrives in rows."""
+        return self.line.exchange(received, sent, unit)
 
     def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
             return
         number = self.records.begin("reduce", self.phase, unit, self.step)
-        target = torch.empty(whole.shape, dtype=whole.dtype) if self._staged else whole
-        source = own.cpu() if self._staged else own
-        work = _all_gather(as_bytes(target), as_bytes(source), group=self._reduce_group, async_op=True)
-        self.wait_for(work, "reduce", number)
-        if self._staged:
+        target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
+        source = own.cpu() if self.staged else own
+        work = _all_gather(as_bytes(target), as_bytes(source), group=self.line.reduce_group, async_op=True)
+        self.waiter.wait_for(work, "reduce", number)
+        if self.staged:
             whole.copy_(target)
 
     def sum_replicas(self, shard: torch.Tensor, unit: str) -> None:
@@ -161,12 +191,12 @@ class Comm:
         ones = self._ones.get(count)
         if ones is None:
             ones = self._ones[count] = torch.ones(count, dtype=torch.uint8, device=self.device)
-        if self.replicas > 1 or self._staged:
+        if self.replicas > 1 or self.staged:
             self.max_everywhere(ones)
             return
         number = self.records.begin("reduce", self.phase, "gradients", self.step)
-        work = dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=self._reduce_group, async_op=True)
-        self._said = Operation(self, work, "reduce", number, None)
+        work = dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=self._small_group, async_op=True)
+        self._said = Operation(self.waiter, work, "reduce", number, None)
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
@@ -184,16 +214,16 @@ class Comm:
 
     def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.ranks > 1:
-            self._all_reduce(values, op, self._reduce_group, "gradients")
+            self._all_reduce(values, op, self._small_group, "gradients")
         return values
 
     def _all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> None:
         channel = "replica" if group is self._replica_group else "reduce"
         number = self.records.begin(channel, self.phase, unit, self.step)
         flat = torch.view_as_real(values) if values.is_complex() else values
-        target = flat.cpu() if self._staged else flat
-        self.wait_for(dist.all_reduce(target, op=op, group=group, async_op=True), channel, number)
-        if self._staged:
+        target = flat.cpu() if self.staged else flat
+        self.waiter.wait_for(dist.all_reduce(target, op=op, group=group, async_op=True), channel, number)
+        if self.staged:
             flat.copy_(target)
 
     # ---- agreements on the host, over all members
@@ -210,7 +240,7 @@ class Comm:
         number = self.records.begin("control", self.phase, "agreement", self.step)
         rows = torch.empty(self.all_ranks, len(values), dtype=torch.int64)
         work = _all_gather(rows.view(-1), mine, group=self._control_group, async_op=True)
-        self.wait_for(work, "control", number)
+        self.waiter.wait_for(work, "control", number)
         return rows
 
     def tell_objects(self, value: Any) -> list[Any]:
@@ -225,11 +255,11 @@ class Comm:
         """The first rank's values, in place, on every rank."""
         if self.all_ranks == 1 or not values.numel():
             return
-        if self._by_device and not self._staged and values.device == self.device and values.is_contiguous():
-            if self._replica_group is not None and self.rank == 0:
-                dist.broadcast(as_bytes(values), src=self._column_source, group=self._replica_group)
-            if self.ranks > 1:
-                dist.broadcast(as_bytes(values), src=self._row_source, group=self._gather_group)
+        if self._by_device and not self.staged and values.device == self.device and values.is_contiguous():
+            if self._column_group is not None and self._first_column:
+                dist.broadcast(as_bytes(values), src=self._column_source, group=self._column_group)
+            if self.line.ranks > 1:
+                dist.broadcast(as_bytes(values), src=self._row_source, group=self.line.gather_group)
             return
         group = self._control_group
         direct = values.device.type == "cpu" and values.is_contiguous()
@@ -242,63 +272,11 @@ class Comm:
         """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
         _raise_first(error, self.members, self.tell_objects(_spoken(error)))
 
-    # ---- waiting
-
-    def wait_for(self, work: Any, channel: str, number: int) -> None:
-        if not self._host_waits and channel != "control":
-            work.wait()  # the current stream waits, not the host
-            self.records.end(channel, number)
-            return
-        records = self.records
-        if work.is_completed():
-            work.wait()  # raises what went wrong, if anything did
-            records.end(channel, number)
-            return
-        records.wait_begin(channel, number)
-        begun = time.monotonic()
-        try:
-            while True:
-                try:
-                    work.wait(_POLL)
-                    break
-                except RuntimeError as error:
-                    self._still_waiting(error, channel, number, begun)
-        finally:
-            records.wait_end()
-        records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
-
     def check_agreement(self) -> None:
-        """At the end of each pass: were all ranks of this host in the same operations?
+        """At the end of each pass: were all ranks of this host in the same operations?"""
+        self.waiter.check_agreement()
 
-        Not after each operation: looking at one peer's record costs as much as issuing a gather.
-        """
-        for channel in ("gather", "reduce", "control"):
-            strangers = self.records.disagreement(channel)
-            if strangers:
-                raise RankMismatch(
-                    f"ranks are in different operations: {self.records.places()[self.records.rank]}; "
-                    + "; ".join(map(str, strangers)),
-                    "Every rank must make the same calls on a sharded model in the same order.",
-                )
-
-    def _still_waiting(self, error: RuntimeError, channel: str, number: int, begun: float) -> None:
-        verdict = self.records.verdict(channel, number)
-        if verdict is None and "imed out" not in str(error) and "imeout" not in str(error):
-            verdict = f"the connection failed ({str(error).splitlines()[0]})"
-            time.sleep(0.2)
-            verdict = self.records.verdict(channel, number) or verdict
-        waited = time.monotonic() - begun
-        if verdict is None and waited > self.launch.stall_timeout_s:
-            verdict = f"nothing moved for {waited:.0f} s"
-        if verdict is None:
-            return
-        places = "; ".join(str(p) for p in self.records.places() if p is not None)
-        raise Stalled(
-            f"an operation that the other ranks will not complete: {verdict}. Places: {places}",
-            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`.",
-        ) from None
-
-    def _open_records(self, shard: list[int], replicate: list[int]) -> Records:
+    def _open_records(self, replicate: list[int]) -> Records:
         """Ranks of one host share a folder of records; the first rank's word names the run."""
         token = [hashlib.sha1(os.urandom(16)).hexdigest()[:16]]
         if self.all_ranks > 1:
@@ -310,10 +288,7 @@ class Comm:
         folder = os.path.join(memory, prefix + token[0])
         os.makedirs(folder, mode=0o700, exist_ok=True)
         records = Records(folder, self.members.index(self.world_rank), self.all_ranks)
-        place = self.members.index
-        for channel in ("gather", "reduce"):
-            records.declare(channel, [place(r) for r in shard])
-        records.declare("replica", [place(r) for r in replicate])
+        records.declare("replica", [self.members.index(r) for r in replicate])
         weakref.finalize(self, _close, records, folder)
         if self.all_ranks > 1:
             dist.barrier(group=self._control_group)
@@ -412,11 +387,9 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)
 
 
-def connect(device: torch.device, grid: torch.Tensor) -> Comm:
+def connect(device: torch.device, grid: torch.Tensor, two_level: bool) -> Comm:
     """The groups of a grid of ranks."""
-    row, column = (int(v[0]) for v in torch.where(grid == dist.get_rank()))
-    members = sorted(int(r) for r in grid.flatten())
-    return Comm(device, grid[row].tolist(), grid[:, column].tolist(), members, int(grid[0, 0]))
+    return Comm(device, grid, two_level)
 
 
 def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:

@@ -58,7 +58,8 @@ def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
     modules = [copy.deepcopy(module, memo) for module in unit.modules]
     sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in unit.sites]
     lanes = [memo[id(lane)] for lane in unit.lanes]
-    twin.__init__(unit.index, unit.name, modules, lanes, Slots(unit.name, modules), sites)  # type: ignore[misc]
+    slots = Slots(unit.name, modules)
+    twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, unit.merged)  # type: ignore[misc]
     return twin
 
 

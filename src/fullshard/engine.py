@@ -42,6 +42,7 @@ def shard(
     prefetch: bool = True,
     keep_full: int | str | None = None,
     reduce: str = "auto",
+    across: str = "replicate",
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -59,6 +60,8 @@ def shard(
         kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
     reduce: 'exchange' sends gradients all-to-all and sums them in fp32 where they arrive; 'scatter' sends
         fp32, summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+    across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
+        masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
     collectives.start()
     found: _Found | None = None
@@ -76,6 +79,7 @@ def shard(
             prefetch=prefetch,
             keep_full=keep_full,
             reduce=reduce,
+            across=across,
         )
         found = _look_at(model, said, mesh)
         said = _with_reduce(said, found)
@@ -88,7 +92,7 @@ def shard(
     assert found is not None
     if found.device.type == "cuda":
         world.let_segments_grow()
-    comm = collectives.connect(found.device, found.grid)
+    comm = collectives.connect(found.device, found.grid, said.across == "shard")
     _agree_on_model(comm, model, found.units, said)
     build(model, found.units, comm, said)
     if found.device.type == "cuda":
@@ -244,6 +248,7 @@ def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Optio
         "prefetch",
         "keep_full",
         "reduce",
+        "across",
     )
     rows = [f"option {name}={getattr(said, name)!r}" for name in asked]
     for unit in units:

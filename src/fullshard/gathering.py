@@ -85,6 +85,8 @@ class Gathering:
         if unit.depth or unit.claims or unit.unhooked:
             return
         walk = self.forward
+        if unit.awaited and walk is not None:
+            return
         if walk is None:
             releasing = self._options.releases_after_forward or not hooked
         else:
@@ -106,6 +108,7 @@ class Gathering:
         self.grad_pass = torch.is_grad_enabled()
         self._releasing = self._options.releases_after_forward or not self.grad_pass
         for unit in self.units:
+            unit.await_all()
             unit.pending = 0  # a forward that never saw its backward does not hold this one up
 
     def end_pass(self, keep: bool) -> None:

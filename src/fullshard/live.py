@@ -43,10 +43,14 @@ class LiveUnit:
         lanes: Sequence[Lane],
         slots: Slots,
         sites: Sequence[tuple[nn.Module, str]],
+        merged: bool,
     ) -> None:
         self.index, self.name = index, name
         self.modules, self.lanes, self.slots = tuple(modules), list(lanes), slots
         self.sites = list(sites)  # every (module, attribute) that shows one of its parameters
+        self.merged = merged  # its modules are neighbouring blocks
+        self.awaited: set[nn.Module] = set()  # of them, those not called since it was at rest
+        self.to_recompute: set[nn.Module] = set()  # and those called, but not again in backward
         self.inner: list[LiveUnit] = []  # units inside this one's module
         self.inner_indices: frozenset[int] = frozenset()
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
@@ -61,7 +65,7 @@ class LiveUnit:
         self.claims = 0  # entries of the walk that were passed for it and not used yet
         self.calls: list[torch.autograd.graph.Node | None] = []  # input nodes of the running forwards
         self.entry_failed = False
-        self.left: list[tuple[dict[str, Any], str]] | None = None  # attributes that hold results
+        self.left: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}  # attributes that hold results
         self.unhooked = False  # a forward left nothing that tells when its backward begins: stays full
         self.called = False  # by a forward whose backward is not over
         self.pending = 0  # such calls whose input node has not come up yet
@@ -102,6 +106,20 @@ class LiveUnit:
         for lane in self.lanes:
             lane.release()
         self.state = State.AT_REST
+        self.await_all()
+
+    def await_all(self) -> None:
+        """No block of a merged unit has been called yet. Until each was, a rank may still call one."""
+        if self.merged:
+            self.awaited.update(self.modules)
+
+    def meet(self, module: nn.Module, recomputing: bool) -> None:
+        """A block of a merged unit is called."""
+        self.awaited.discard(module)
+        if recomputing:
+            self.to_recompute.discard(module)
+        elif module in self.modules:
+            self.to_recompute.add(module)
 
     def enter(self, module: nn.Module | None = None) -> None:
         """A forward of `module` begins: it, or the whole unit, shows full parameters."""
@@ -120,19 +138,20 @@ class LiveUnit:
         if self.depth == 0:
             self.slots.show_resting(self._shown)
 
-    def results_in_attributes(self) -> Iterator[torch.Tensor]:
+    def results_in_attributes(self, called: nn.Module) -> Iterator[torch.Tensor]:
         """Tensors that a forward leaves in its modules' attributes (`self.aux_loss`), found at the first."""
-        if self.left is None:
-            self.left = [(vars(m), name) for m in self._own_modules() for name in vars(m)]
-            self.left = [(place, name) for place, name in self.left if _is_result(place[name])]
-        for place, name in self.left:
+        places = self.left.get(called)
+        if places is None:
+            places = [(vars(m), name) for m in self._own_modules(called) for name in vars(m)]
+            self.left[called] = places = [(p, name) for p, name in places if _is_result(p[name])]
+        for place, name in places:
             if _is_result(place.get(name)):
                 yield place[name]
 
-    def _own_modules(self) -> Iterator[nn.Module]:
+    def _own_modules(self, called: nn.Module) -> Iterator[nn.Module]:
         inner = {id(m) for unit in self.inner for module in unit.modules for m in module.modules()}
-        for module in self.modules if self.index else ():
-            yield from (m for m in module.modules() if id(m) not in inner)
+        if self.index:
+            yield from (m for m in called.modules() if id(m) not in inner)
 
     def trains(self) -> bool:
         return any(c.requires_grad for lane in self.lanes for c in lane.computing)
@@ -149,3 +168,4 @@ class LiveUnit:
         """Its backward is over, or given up."""
         self.called, self.pending, self.claims, self.task = False, 0, 0, NO_TASK
         self.unhooked = False
+        self.to_recompute.clear()

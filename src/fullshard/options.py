@@ -19,6 +19,7 @@ SMALL_BYTES = 32 * 2**20
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "hybrid")
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
+ACROSS = ("replicate", "shard")
 
 UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
@@ -36,6 +37,7 @@ class Options:
     materialize: Callable[[nn.Module], Any] | None
     check_gradients: bool
     prefetch: bool
+    across: str  # what hybrid does with the shards of a node: the same on every node, or cut once more
     reduce: str  # 'auto' until the ranks are known
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
 
@@ -73,12 +75,18 @@ def parse(
     materialize: Callable[[nn.Module], Any] | None = None,
     check_gradients: bool = False,
     prefetch: bool = True,
+    across: str = "replicate",
     reduce: str = "auto",
     keep_full: int | str | None = None,
 ) -> Options:
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("initial", initial, INITIAL)
     _one_of("reduce", reduce, REDUCE)
+    _one_of("across", across, ACROSS)
+    if across == "shard" and strategy != "hybrid":
+        raise OptionError(
+            f"across='shard' with strategy {strategy!r}", "It is what strategy='hybrid' does between nodes."
+        )
     for name, flag in (
         ("checkpoint_activations", checkpoint_activations),
         ("check_gradients", check_gradients),
@@ -98,6 +106,7 @@ def parse(
         materialize=materialize,
         check_gradients=check_gradients,
         prefetch=prefetch,
+        across=across,
         reduce=reduce,
         keep_full=_keep_full(keep_full),
     )

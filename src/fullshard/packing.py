@@ -8,11 +8,12 @@ from operator import attrgetter
 
 import torch
 
-from fullshard.collectives import Operation, as_bytes
+from fullshard.collectives import as_bytes
 from fullshard.errors import GradientError, unit_label
 from fullshard.layout import Piece
 from fullshard.quantise import add_rows, pack, packed_bytes
 from fullshard.shards import Lane, LaneGradients, piece_view
+from fullshard.waiting import Operation
 
 _grad = attrgetter("grad")
 
@@ -27,7 +28,7 @@ class Outgoing:
         # Blocks of 8 bits share a scale: what lies between parameters must not be in it.
         self._gaps = _gaps(self.flat, lane.layout.pieces) if lane.dtypes.eight_bit_wire else []
         self._storage = self.flat.untyped_storage()
-        self._size_bytes = self._storage.nbytes()
+        self.size_bytes = self._storage.nbytes()
         self._places = [(place, self.views[index]) for index, place in lane.places.items()]
         self.is_open = False
         self.close()
@@ -47,7 +48,7 @@ class Outgoing:
         if self.is_open:
             return
         self.is_open = True
-        self._storage.resize_(self._size_bytes)
+        self._storage.resize_(self.size_bytes)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -97,6 +98,7 @@ class Travel:
     received: torch.Tensor
     operation: Operation | None
     divisor: int
+    crossed: bool = False  # hybrid, sharded across: the second of two exchanges, between nodes
 
     def over(self) -> bool:
         return self.operation is None or self.operation.over()
@@ -164,13 +166,12 @@ def mean_of_rows(rows: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.T
     return out if divisor == 1 else out.mul_(1.0 / divisor)
 
 
-def packed_gradients(reduction: LaneReduction, sent: Outgoing, feedback: bool) -> torch.Tensor:
-    """A lane's gradients in 8-bit blocks, one row for each rank."""
-    layout = reduction.lane.layout
-    values = sent.flat.view(layout.ranks, layout.interval)
+def packed_gradients(reduction: LaneReduction, sent: Outgoing, rows: int, feedback: bool) -> torch.Tensor:
+    """A lane's gradients in 8-bit blocks, one row for each rank they go to."""
+    values = sent.flat.view(rows, -1)
     if feedback and reduction.residual is None:
         reduction.residual = torch.zeros_like(values, dtype=torch.bfloat16)
-    packed = torch.empty(layout.ranks, packed_bytes(layout.interval), dtype=torch.uint8, device=values.device)
+    packed = torch.empty(rows, packed_bytes(values.shape[1]), dtype=torch.uint8, device=values.device)
     pack(values, packed, reduction.residual if feedback else None)
     sent.close()
     return packed

@@ -101,6 +101,10 @@ class Records:
         os.replace(new, self._path)  # peers see a whole file or none; a stale one of an earlier run goes
         return mapped
 
+    def channels(self) -> list[str]:
+        """Those of this rank, in the order in which they were first named."""
+        return list(self._channels)
+
     def declare(self, channel: str, members: Iterable[int]) -> None:
         """Only `members` take part in this channel of this rank (default: all). Before its first use."""
         if channel in self._channels:

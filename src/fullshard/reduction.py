@@ -31,6 +31,7 @@ from fullshard.packing import (
 from fullshard.shards import Lane, LaneGradients
 
 _IN_FLIGHT = 2
+_LARGE_BYTES = 128 * 2**20
 _grad = attrgetter("grad")
 _GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
 
@@ -180,24 +181,32 @@ class Reduction:
 
     def _exchange(self, reduction: LaneReduction, sent: Outgoing, from_pile: bool) -> None:
         divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
+        line, unit = self._comm.line, reduction.lane.unit
+        self._make_room(sent.size_bytes)
         if self._comm.ranks == 1:
             self._travels.append(Travel(reduction, sent, sent.flat[None], None, divisor))
         elif reduction.lane.dtypes.eight_bit_wire:
             feedback = self._options.precision.error_feedback and not self.absent
-            packed = packed_gradients(reduction, sent, feedback)
+            packed = packed_gradients(reduction, sent, line.ranks, feedback)
             received = torch.empty_like(packed)
-            operation = self._comm.exchange(received.view(-1), packed.view(-1), reduction.lane.unit)
+            operation = self._comm.exchange(received.view(-1), packed.view(-1), unit)
             self._travels.append(Travel(reduction, packed, received, operation, divisor))
         elif self._options.reduce == "scatter":
-            received = torch.empty_like(sent.flat[: reduction.lane.layout.interval])
-            operation = self._comm.scatter(received, sent.flat, reduction.lane.unit)
-            self._travels.append(Travel(reduction, sent, received[None], operation, divisor))
-        else:
-            received = torch.empty_like(sent.flat).view(self._comm.ranks, -1)
-            operation = self._comm.exchange(as_bytes(received), sent.as_bytes, reduction.lane.unit)
+            received = torch.empty_like(sent.flat.view(line.ranks, -1)[:1])
+            operation = line.scatter(received.view(-1), sent.flat, unit)
             self._travels.append(Travel(reduction, sent, received, operation, divisor))
-        # Ranks on different paths finish units in different orders: waiting here could close a circle.
-        while len(self._travels) > _IN_FLIGHT and (not self.diverges or self._travels[0].over()):
+        else:
+            received = torch.empty_like(sent.flat).view(line.ranks, -1)
+            operation = self._comm.exchange(as_bytes(received), sent.as_bytes, unit)
+            self._travels.append(Travel(reduction, sent, received, operation, divisor))
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Before another exchange: two may be under way, a large one alone.
+
+        Ranks on different paths finish units in different orders: there, waiting could close a circle.
+        """
+        limit = 1 if size_bytes > _LARGE_BYTES else _IN_FLIGHT
+        while len(self._travels) >= limit and (not self.diverges or self._travels[0].over()):
             self._arrive(self._travels.pop(0))
 
     def _land(self) -> None:
@@ -211,6 +220,9 @@ class Reduction:
         reduction, lane = travel.reduction, travel.reduction.lane
         rows, divisor, gradients = travel.received, travel.divisor, lane.gradients
         assert gradients is not None
+        if self._comm.across is not None and travel.operation is not None and not travel.crossed:
+            self._cross(travel)
+            return
         if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
             total = mean_of_rows(rows, divisor, torch.empty_like(gradients.own, dtype=lane.dtypes.sum))
             self._add(reduction, gradients, total)
@@ -219,6 +231,19 @@ class Reduction:
             gradients.live = True
         if isinstance(travel.sent, Outgoing):
             travel.sent.close()
+
+    def _cross(self, travel: Travel) -> None:
+        """The node's sum is there: now between nodes, in the dtype of the sum."""
+        across, lane = self._comm.across, travel.reduction.lane
+        assert across is not None
+        share = lane.layout.total // self._comm.line.ranks
+        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.rest.device)
+        mean_of_rows(travel.received, 1, total)
+        if isinstance(travel.sent, Outgoing):
+            travel.sent.close()
+        received = torch.empty_like(total).view(across.ranks, -1)
+        operation = across.exchange(as_bytes(received), as_bytes(total), lane.unit)
+        self._travels.append(Travel(travel.reduction, total, received, operation, travel.divisor, True))
 
     def _add(self, reduction: LaneReduction, gradients: LaneGradients, total: torch.Tensor) -> None:
         if self._comm.replicas > 1:

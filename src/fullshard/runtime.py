@@ -109,6 +109,8 @@ class Runtime:
 
     def _enter(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.gathering.need(unit)
+        if unit.merged:
+            unit.meet(module, current_task() != NO_TASK)
         unit.claims = max(0, unit.claims - 1)
         dtype = self.options.precision.compute
         if dtype is not None:
@@ -120,7 +122,7 @@ class Runtime:
         unit.entry_failed = False
         return args, kwargs
 
-    def after_forward(self, unit: LiveUnit, output: Any) -> Any:
+    def after_forward(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
         if unit.entry_failed or not unit.calls:
             unit.entry_failed = False
             return output
@@ -131,7 +133,7 @@ class Runtime:
             output = _exit(unit, grad, output)
         else:
             output = map_tensors(output, partial(_exit, unit, grad))
-        hooked = grad and self._hook(unit, output, node)
+        hooked = grad and self._hook(unit, module, output, node)
         unit.unhooked |= grad and not hooked and unit.trains()
         if unit is self.root and self.options.precision.outputs is not None:
             output = cast_floats(output, self.options.precision.outputs)
@@ -204,12 +206,14 @@ class Runtime:
         """
         return self.steps, sum(map(_version, self.parameters))
 
-    def _hook(self, unit: LiveUnit, output: Any, node: torch.autograd.graph.Node | None) -> bool:
+    def _hook(
+        self, unit: LiveUnit, module: nn.Module, output: Any, node: torch.autograd.graph.Node | None
+    ) -> bool:
         """Be told when the backward of this forward begins and ends; False if it has none."""
         hooked = False
         outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
-        if unit.left is None or unit.left:
-            outputs = chain(outputs, unit.results_in_attributes())
+        if unit.left.get(module) != []:
+            outputs = chain(outputs, unit.results_in_attributes(module))
         for tensor in outputs:
             for made_by in _nodes(tensor) if tensor.requires_grad else ():
                 begins = self._turn_of(made_by).begins
@@ -310,7 +314,7 @@ class Runtime:
     def _end_segment(self, task: int) -> None:
         with torch.no_grad():
             for unit in reversed(self.units):
-                if unit.task == task and unit is not self.root:
+                if unit.task == task and unit is not self.root and not unit.to_recompute:
                     unit.pending = 0
                     if self._ended(unit):
                         self.reduction.done(unit.index, self._called)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.collectives import Comm, Operation, as_bytes
+from fullshard.collectives import Comm, as_bytes
 from fullshard.direct import Place
 from fullshard.errors import AtRestError, StateError, unit_label
 from fullshard.gradients import GradShard, Holder
 from fullshard.layout import Layout, Piece, resting_shape
 from fullshard.precision import LaneDtypes
 from fullshard.quantise import pack, packed_bytes, unpack
+from fullshard.waiting import Operation
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -73,9 +74,10 @@ class Lane:
             nn.Parameter(piece_view(self.full.data, piece), requires_grad=p.requires_grad)
             for piece, p in zip(layout.pieces, parameters, strict=True)
         ]
+        self._packed = PackedLane(self) if dtypes.eight_bit_gather and comm.ranks > 1 else None
+        self._node = NodeShare(self) if comm.two_level and self._packed is None else None
         if not self.permanent:
             self._storage.resize_(0)
-        self._packed = PackedLane(self) if dtypes.eight_bit_gather and comm.ranks > 1 else None
         self.operation: Operation | None = None
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
@@ -105,6 +107,9 @@ class Lane:
         if self.whole_at_rest or self.whole is not None:
             self.full.copy_(self.rest if self.whole is None else self.whole)
             return
+        if self._node is not None and self._node.kept():
+            self.operation = self._node.gather(self._full_as_bytes)
+            return
         self.own.copy_(self.rest)
         self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, self.unit)
 
@@ -116,6 +121,8 @@ class Lane:
                 if not self._storage.nbytes():
                     self._storage.resize_(self.full_bytes)
                 self._packed.land(self.full)
+            if self._node is not None:
+                self._node.keep()
 
     def release(self) -> None:
         if not self.permanent:
@@ -168,6 +175,37 @@ class Lane:
     @property
     def trainable(self) -> list[bool]:
         return list(map(_requires_grad, self.parameters))
+
+
+class NodeShare:
+    """This rank's part of what its node holds together (hybrid, sharded across).
+
+    Kept from forward to backward, so that each step gathers between nodes once.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        line = lane.comm.line
+        self._share = lane.full.view(line.ranks, -1)[line.rank]
+        self._share_as_bytes = as_bytes(self._share)
+        self._value: torch.Tensor | None = None
+        self._fresh = False  # of the pass that backward belongs to
+
+    def kept(self) -> bool:
+        return self._fresh and self._lane.comm.phase == "backward"
+
+    def gather(self, full: torch.Tensor) -> Operation | None:
+        assert self._value is not None
+        self._share.copy_(self._value)
+        return self._lane.comm.line.gather(full, self._share_as_bytes, self._lane.unit)
+
+    def keep(self) -> None:
+        self._fresh = self._lane.comm.phase == "backward" or torch.is_grad_enabled()
+        if self._lane.comm.phase == "backward" or not self._fresh:
+            return
+        if self._value is None:
+            self._value = torch.empty_like(self._share)
+        self._value.copy_(self._share)
 
 
 class PackedLane:

@@ -83,7 +83,7 @@ class AfterForward(Eager):
             _refuse_backward(self.unit, output)
             if not self.unit.cast:
                 return None
-        return self.runtime.after_forward(self.unit, output)
+        return self.runtime.after_forward(self.unit, module, output)
 
 
 def _refuse_other_device(device: torch.device, args: Any, kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class StandIn(Eager):
         try:
             output = self.original(*args, **kwargs)
         finally:
-            output = self.runtime.after_forward(self.unit, output)
+            output = self.runtime.after_forward(self.unit, self.module, output)
         return output
 
 

@@ -27,10 +27,11 @@ from fullshard.precision import lane_dtypes
 from fullshard.references import Reference, find_references
 
 LARGE_BYTES = 16 * 2**20
-# Up to this many bytes blocks travel together. Two gloo ranks on a shared 2-core host, zero3, steps of all
-# settings interleaved, step time against no merging (medians of ratios; 5% is noise): a GPT of 0.3M
-# parameters in 6 blocks 0.85 with 1 to 16 MiB; 3.2M in 16 blocks 0.94 with 1, 0.76 with 4, 0.87 with 8,
-# 0.88 with 16 MiB; 25M in 32 blocks of 3 MiB 1.00 with 4, which leaves them apart, 1.10 with 8 and 16 MiB.
+# Up to this many bytes blocks travel together. Two gloo ranks on a busy 2-core host, zero3, steps of all
+# settings interleaved, step time against no merging (median of ratios, one run): GPT of 0.3M parameters in
+# 6 blocks 0.85 with 4, 0.85 with 8, 0.86 with 16 MiB; 3.2M in 16 blocks 0.76, 0.87, 0.88; 25M in 32 blocks
+# of 3 MiB, which 4 MiB leaves apart, 1.00, 1.10, 1.10. Settings that made the same units differed by up to
+# 14%: merging helps small models, but 4, 8 and 16 MiB are not told apart by this. 4 holds the least memory.
 MERGE_BYTES = 4 * 2**20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

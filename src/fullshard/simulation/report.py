@@ -12,11 +12,22 @@ from fullshard.simulation.measure import Figures
 from fullshard.simulation.run import Result, Scenario
 
 _ALWAYS = ("step", "exposed communication", "wire in use", "sent", "messages")
+_SAID = (
+    "rank",
+    "strategy",
+    "across",
+    "reduce",
+    "precision",
+    "checkpoint_activations",
+    "keep_full",
+    "compiled",
+)
 TITLES = {"fullshard": "fullshard", "fsdp2": "FSDP2"}
 
 
 def title(scenario: Scenario) -> str:
     how = [scenario.strategy, scenario.precision]
+    how += ["sharded across nodes too"] if scenario.across == "shard" else []
     how += ["activations computed again"] if scenario.checkpoint_activations else []
     how += ["compiled"] if scenario.compiled else []
     device = torch.cuda.get_device_name(scenario.device) if scenario.device.type == "cuda" else "this CPU"
@@ -31,7 +42,7 @@ def table(results: list[Result]) -> str:
     for label, value, show in _rows():
         values = [value(result) for result in results]
         if any(values) or label.lstrip() in _ALWAYS:
-            rows.append([label, *map(show, values), *_ratio(values)])
+            rows.append([label, *map(show, values), *([] if show is _percent else _ratio(values))])
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=False))])
@@ -47,9 +58,7 @@ def as_json(scenario: Scenario, results: list[Result]) -> dict[str, Any]:
         "about": scenario.what.about,
         "network": asdict(scenario.network),
         "device": str(scenario.device),
-        **{name: getattr(scenario, name) for name in ("rank", "strategy", "precision", "keep_full")},
-        "checkpoint_activations": scenario.checkpoint_activations,
-        "compiled": scenario.compiled,
+        **{name: getattr(scenario, name) for name in _SAID},
         "engines": {result.engine: _engine_json(result) for result in results},
     }
 
@@ -76,13 +85,13 @@ def _rows() -> list[tuple[str, Value, Callable[[float | None], str]]]:
         ("  if messages took no time", figure(lambda f: f.without_wire_s), _milliseconds),
         ("  exposed communication", figure(lambda f: f.exposed_s), _milliseconds),
         ("wire in use", figure(lambda f: f.wire_s), _milliseconds),
-        ("  of the step", figure(lambda f: 100 * f.wire_s / f.step_s), lambda v: _cell(v, "{:.0f} %")),
+        ("  of the step", figure(lambda f: 100 * f.wire_s / f.step_s), _percent),
         ("sent", figure(lambda f: f.sent_bytes), _size),
-        ("messages", figure(lambda f: f.messages), lambda v: _cell(v, "{:.0f}")),
+        ("messages", figure(lambda f: f.messages), _count),
         ("host, until a step is issued", figure(lambda f: f.host_s if f.peak_bytes else 0.0), _milliseconds),
         ("memory, allocated at the peak", figure(lambda f: f.peak_bytes), _size),
         ("memory, reserved", figure(lambda f: f.reserved_bytes), _size),
-        ("allocator retries", figure(lambda f: f.retries), lambda v: _cell(v, "{:.0f}")),
+        ("allocator retries", figure(lambda f: f.retries), _count),
         ("memory, at rest by plan", _rest_bytes, _size),
         ("process, resident at the peak", lambda result: result.resident_bytes, _size),
     ]
@@ -97,11 +106,19 @@ def _ratio(values: list[float | None]) -> list[str]:
     if len(values) != 2:
         return []
     first, second = values
-    return [f"{second / first:.2f}" if first and second else "-"]
+    return [f"{second / first:.2f}" if first and second else ""]
 
 
 def _cell(value: float | None, text: str) -> str:
     return "-" if value is None else text.format(value)
+
+
+def _count(value: float | None) -> str:
+    return _cell(value, "{:.0f}")
+
+
+def _percent(value: float | None) -> str:
+    return _cell(value, "{:.0f} %")
 
 
 def _milliseconds(value: float | None) -> str:

@@ -6,7 +6,6 @@ import gc
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +39,8 @@ class Scenario:
     device: torch.device
     rank: int = 0
     strategy: str = "zero3"
+    across: str = "replicate"
+    reduce: str = "auto"
     precision: str = "bf16"
     checkpoint_activations: bool = False
     keep_full: int | str | None = None
@@ -61,12 +62,13 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        parse(strategy=self.strategy, precision="fp32", units=None, ignore=(), keep_full=self.keep_full)
+        said = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
+        parse(**said, precision="fp32", units=None, ignore=())
 
-    def mesh(self) -> DeviceMesh:
+    def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid a row a node, as torchrun would lay them."""
         ranks, inner = self.network.ranks, self.network.node_ranks
-        if self.strategy != "hybrid" or inner is None:
+        if strategy != "hybrid" or inner is None:
             return init_device_mesh(self.device.type, (ranks,))
         grid, names = (ranks // inner, inner), ("replicate", "shard")
         return init_device_mesh(self.device.type, grid, mesh_dim_names=names)
@@ -131,15 +133,17 @@ def build(scenario: Scenario, engine: str) -> Training:
 
 def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
     blocks = blocks_of(model)
-    options: dict[str, Any] = {"mesh": scenario.mesh()} if scenario.strategy == "hybrid" else {}
+    hybrid = scenario.strategy == "hybrid"
     shard(
         model,
         strategy=scenario.strategy,
+        mesh=scenario.mesh("hybrid") if hybrid else None,
+        across=scenario.across,
+        reduce=scenario.reduce,
         precision=PRECISIONS[scenario.precision],
         checkpoint_activations=scenario.checkpoint_activations,
         keep_full=scenario.keep_full,
         materialize=scenario.what.initialize,
-        **options,
     )
     if scenario.compiled:
         for block in blocks:
@@ -151,10 +155,12 @@ def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
     from fullshard.simulation import rivals
 
     precision = PRECISIONS[scenario.precision]
+    # What it has that keeps as little at rest.
+    strategy = "zero3" if scenario.across == "shard" else scenario.strategy
     blocks = rivals.fsdp2(
         model,
-        scenario.mesh(),
-        strategy=scenario.strategy,
+        scenario.mesh(strategy),
+        strategy=strategy,
         compute=precision.compute,
         reduce=rivals.reduce_dtype(precision),
         checkpoint_activations=scenario.checkpoint_activations,

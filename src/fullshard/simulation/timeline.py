@@ -84,15 +84,21 @@ class Tracer:
         self._messages: list[Message] = []
         self._began_s = 0.0
         self._began: Any = None
+        self._stream: Any = None
 
     def _on_stream(self) -> Any:
         now = event(timed=True)
-        now.record()
+        now.record(self._stream)
         return now
+
+    def computes(self) -> bool:
+        """The current stream is that of compute, not one that waits beside it."""
+        return not self._on_device or bool(torch.cuda.current_stream() == self._stream)
 
     def __enter__(self) -> Tracer:
         if self._on_device:
             torch.cuda.synchronize()
+            self._stream = torch.cuda.current_stream()
             self._began = self._on_stream()
         self._began_s = time.perf_counter()
         self._traffic.log = self._messages
@@ -216,7 +222,7 @@ class _Watch:
         wrap(runtime.reduction, "_send", self._pack)
         wrap(runtime.reduction, "_arrive", self._sum)
         wrap(runtime.comm.records, "begin", self._record)
-        wrap(runtime.comm, "wait_for", self._wait)
+        wrap(runtime.comm.waiter, "wait_for", self._wait)
 
     def _slice(self, kind: str, unit: LiveUnit | str) -> Slice:
         name = unit if isinstance(unit, str) else unit.name
@@ -300,8 +306,9 @@ class _Watch:
 
     @contextmanager
     def _wait(self, _: Any, channel: str, number: int) -> Iterator[None]:
-        what = self._travelling.pop((channel, number), None) or Slice(channel)
-        with self._tracer.span(Slice("wait", what.unit, what.kind)):
+        what = self._travelling.pop((channel, number), None) or Slice(f"{channel} of the step before")
+        piece = Slice("wait", what.unit, what.kind)
+        with self._tracer.span(piece) if self._tracer.computes() else self._tracer.on_host(piece):
             yield
 
 

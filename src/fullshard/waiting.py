@@ -1,0 +1,97 @@
+"""Waiting for collectives, and what is said when one does not end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from fullshard.errors import RankMismatch, Stalled
+from fullshard.records import Records
+
+_POLL = timedelta(seconds=1)
+
+
+class Operation:
+    """A collective in flight. `wait` returns when its result may be used on the current stream."""
+
+    __slots__ = ("_after", "_waiter", "_work", "channel", "number")
+
+    def __init__(
+        self, waiter: Waiter, work: Any, channel: str, number: int, after: Callable[[], Any] | None
+    ) -> None:
+        self._waiter, self._work, self._after = waiter, work, after
+        self.channel, self.number = channel, number
+
+    def over(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._waiter.wait_for(self._work, self.channel, self.number)
+            self._work = None
+            if self._after is not None:
+                self._after()
+                self._after = None
+
+
+class Waiter:
+    """Waits with one eye on the other ranks' records."""
+
+    def __init__(self, records: Records, host_waits: bool, stall_timeout_s: float) -> None:
+        self.records, self.host_waits, self._stall_timeout_s = records, host_waits, stall_timeout_s
+
+    def wait_for(self, work: Any, channel: str, number: int) -> None:
+        if not self.host_waits and channel != "control":
+            work.wait()  # the current stream waits, not the host
+            self.records.end(channel, number)
+            return
+        records = self.records
+        if work.is_completed():
+            work.wait()  # raises what went wrong, if anything did
+            records.end(channel, number)
+            return
+        records.wait_begin(channel, number)
+        begun = time.monotonic()
+        try:
+            while True:
+                try:
+                    work.wait(_POLL)
+                    break
+                except RuntimeError as error:
+                    self._still_waiting(error, channel, number, begun)
+        finally:
+            records.wait_end()
+        records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
+
+    def check_agreement(self) -> None:
+        """At the end of each pass: were all ranks of this host in the same operations?
+
+        Not after each operation: looking at one peer's record costs as much as issuing a gather.
+        """
+        for channel in self.records.channels():
+            strangers = self.records.disagreement(channel)
+            if strangers:
+                raise RankMismatch(
+                    f"ranks are in different operations: {self.records.places()[self.records.rank]}; "
+                    + "; ".join(map(str, strangers)),
+                    "Every rank must make the same calls on a sharded model in the same order.",
+                )
+
+    def _still_waiting(self, error: RuntimeError, channel: str, number: int, begun: float) -> None:
+        verdict = self.records.verdict(channel, number)
+        if verdict is None and "imed out" not in str(error) and "imeout" not in str(error):
+            verdict = f"the connection failed ({str(error).splitlines()[0]})"
+            time.sleep(0.2)
+            verdict = self.records.verdict(channel, number) or verdict
+        waited = time.monotonic() - begun
+        if verdict is None and waited > self._stall_timeout_s:
+            verdict = f"nothing moved for {waited:.0f} s"
+        if verdict is None:
+            return
+        places = "; ".join(str(p) for p in self.records.places() if p is not None)
+        raise Stalled(
+            f"an operation that the other ranks will not complete: {verdict}. Places: {places}",
+            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`.",
+        ) from None
