@@ -90,6 +90,12 @@ def limit(model: nn.Module, what: Subject, batch: Any, cluster: Cluster) -> Step
     return step
 
 
+def compiled_limit(model: nn.Module, what: Subject, batch: Any, cluster: Cluster) -> Step:
+    for block in blocks_of(model):
+        block.compile()
+    return limit(model, what, batch, cluster)
+
+
 def fullshard(compiled: bool = False, **said: Any) -> Build:
     def build(model: nn.Module, what: Subject, batch: Any, _: Cluster) -> Step:
         blocks = blocks_of(model)
@@ -115,6 +121,7 @@ def fsdp2(reduce: torch.dtype, best: bool = False, **said: Any) -> Build:
 
 ENGINES: dict[str, Build] = {
     "limit": limit,
+    "limit compiled": compiled_limit,
     "fullshard": fullshard(),
     "fullshard keep_full": fullshard(keep_full="all"),
     "fullshard int8 wire": fullshard(precision=INT8),

@@ -5,15 +5,18 @@ gloo makes a reduce-scatter out of an all-reduce, for one, which sends twice wha
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import socket
 import struct
+import termios
 
 BYTES_ACKED = 120  # where Linux's struct tcp_info has it
 
 
 def sent_bytes() -> int:
-    """What the other ends have received of this process's TCP connections, since those were opened."""
+    """What this process has sent on the TCP connections it has open, what is still under way included."""
     return sum(map(_sent_through, map(int, os.listdir("/proc/self/fd"))))
 
 
@@ -25,7 +28,11 @@ def _sent_through(descriptor: int) -> int:
     try:
         if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
             return 0
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return 0  # it listens
+        waiting = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.TIOCOUTQ, waiting)  # handed to the kernel, not yet received
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return int(struct.unpack_from("Q", info, BYTES_ACKED)[0])
+        return int(struct.unpack_from("Q", info, BYTES_ACKED)[0]) + waiting[0]
     finally:
         connection.detach()  # it is not ours to close

@@ -239,6 +239,7 @@ def _rows(path: Path) -> dict[str, list[dict[str, Any]]]:
         {"keep_full": 0},
         {"keep_full": 0, "checkpoint_activations": True},
         {"keep_full": 0, "strategy": "hybrid"},
+        {"keep_full": 0, "strategy": "hybrid", "across": "shard"},
     ],
 )
 def test_timeline_shows_every_units_gather_compute_release_and_reduce(
@@ -265,7 +266,10 @@ def test_timeline_shows_every_units_gather_compute_release_and_reduce(
         assert gathered["ts"] + gathered["dur"] <= computed["ts"] + 1e-3
         assert gathered["args"] == {"unit": unit, "sent_bytes": gathered["args"]["sent_bytes"]}
     assert names["compute"][-1] == "optimizer step"
-    assert ("all-reduce blocks.1 (backward)" in names["wire"]) == ("strategy" in said)
+    assert ("all-reduce blocks.1 (backward)" in names["wire"]) == (
+        "strategy" in said and "across" not in said
+    )
+    assert ("gather across blocks.1 (forward)" in names["wire"]) == ("across" in said)
     assert len(rows["wire"]) == found["messages"]
     assert sum(one["dur"] for one in rows["wire"]) == pytest.approx(found["seconds"] * 1e6, rel=1e-4)
     waits = sum(one["dur"] for one in rows["compute"] if one["cat"] == "wait")

@@ -166,10 +166,9 @@ class Comm:
         if self.staged:
             whole.copy_(target)
 
-    def sum_replicas(self, shard: torch.Tensor, unit: str) -> None:
+    def sum_replicas(self, shard: torch.Tensor, unit: str) -> Operation:
         """Sum equal shards over the replicas of a hybrid mesh, in place."""
-        if self._replica_group is not None:
-            self._all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, unit)
+        return self._start_all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, unit)
 
     # ---- once a step
 
@@ -191,12 +190,10 @@ class Comm:
         ones = self._ones.get(count)
         if ones is None:
             ones = self._ones[count] = torch.ones(count, dtype=torch.uint8, device=self.device)
-        if self.replicas > 1 or self.staged:
+        if self.replicas > 1:
             self.max_everywhere(ones)
-            return
-        number = self.records.begin("reduce", self.phase, "gradients", self.step)
-        work = dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=self._small_group, async_op=True)
-        self._said = Operation(self.waiter, work, "reduce", number, None)
+        else:
+            self._said = self._start_all_reduce(ones, dist.ReduceOp.MAX, self._small_group, "gradients")
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
@@ -218,13 +215,16 @@ class Comm:
         return values
 
     def _all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> None:
+        self._start_all_reduce(values, op, group, unit).wait()
+
+    def _start_all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> Operation:
         channel = "replica" if group is self._replica_group else "reduce"
         number = self.records.begin(channel, self.phase, unit, self.step)
         flat = torch.view_as_real(values) if values.is_complex() else values
         target = flat.cpu() if self.staged else flat
-        self.waiter.wait_for(dist.all_reduce(target, op=op, group=group, async_op=True), channel, number)
-        if self.staged:
-            flat.copy_(target)
+        work = dist.all_reduce(target, op=op, group=group, async_op=True)
+        after = (lambda: flat.copy_(target)) if self.staged else None
+        return Operation(self.waiter, work, channel, number, after)
 
     # ---- agreements on the host, over all members
 
@@ -385,11 +385,6 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     row = grid[int(torch.where(grid == rank)[0][0])].tolist()
     nodes = len({r // inner for r in row})
     return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)
-
-
-def connect(device: torch.device, grid: torch.Tensor, two_level: bool) -> Comm:
-    """The groups of a grid of ranks."""
-    return Comm(device, grid, two_level)
 
 
 def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:

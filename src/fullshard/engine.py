@@ -92,7 +92,7 @@ def shard(
     assert found is not None
     if found.device.type == "cuda":
         world.let_segments_grow()
-    comm = collectives.connect(found.device, found.grid, said.across == "shard")
+    comm = Comm(found.device, found.grid, two_level=said.across == "shard")
     _agree_on_model(comm, model, found.units, said)
     build(model, found.units, comm, said)
     if found.device.type == "cuda":

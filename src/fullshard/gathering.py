@@ -23,6 +23,18 @@ _DONE = -1
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# A head tied to its embedding is called at both ends of a pass; below this it is not worth a second gather.
+RETURNING_BYTES = 128 * 2**20
+
+
+def _returns(order: Sequence[int], unit: int) -> bool:
+    """Called again after others were."""
+    first = order.index(unit)
+    return unit != 0 and any(
+        entry == unit and order[at - 1] != unit for at, entry in enumerate(order) if at > first
+    )
+
+
 class Gathering:
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]
@@ -32,6 +44,7 @@ class Gathering:
         self._paths: list[list[int]] = [[] for _ in range(comm.all_ranks)]  # each rank's first pass
         self._no_need = {unit.index for unit in units if not unit.rereads}
         self._keep: set[int] = set()  # units that stay full from forward to backward
+        self._returning: set[int] = set()  # small and called again later in the pass: stays full until then
         self._sticky: set[int] = set()  # called several times in a pass of ranks on different paths
         self.forward: Walk | None = None
         self.backward: Walk | None = None
@@ -75,7 +88,8 @@ class Gathering:
     def _take_part(self, unit: LiveUnit, repeated: bool) -> None:
         unit.claims += 1
         releasing = self._releasing and self.backward is None
-        if repeated or (unit.index in self._fresh and not releasing):
+        stays = not releasing or unit.index in self._returning
+        if repeated or (unit.index in self._fresh and stays):
             return
         unit.issue()
         self._fresh.add(unit.index)
@@ -91,10 +105,14 @@ class Gathering:
             releasing = self._options.releases_after_forward or not hooked
         else:
             releasing = self._releasing and walk.next() != unit.index and not self._kept(unit)
-        if releasing and unit.index not in self._sticky:
+        if releasing and unit.index not in self._sticky and not self._comes_back(unit):
             unit.release()
             for inner in unit.inner:
                 inner.release()  # skipped on this rank: nobody can call it any more
+
+    def _comes_back(self, unit: LiveUnit) -> bool:
+        walk = self.forward
+        return walk is not None and unit.index in self._returning and walk.holds(unit.index)
 
     def _kept(self, unit: LiveUnit) -> bool:
         return self.grad_pass and unit.index in self._keep
@@ -161,6 +179,11 @@ class Gathering:
         self.diverges = not one_path(self._paths)
         if self._options.releases_after_forward and not self.diverges:
             self._keep = self._kept_units(self.order)
+            self._returning = {
+                unit
+                for unit in self.order
+                if _returns(self.order, unit) and self.units[unit].full_bytes <= RETURNING_BYTES
+            }
         if self.diverges:
             self._sticky = {u for path in self._paths for u in path if path.count(u) > 1}
         return self.order

@@ -26,6 +26,10 @@ class Walk:
             return None
         return [self.take() for _ in range(stop - self._at)]
 
+    def holds(self, unit: int) -> bool:
+        """Whether `unit` is still to come."""
+        return unit in self._order[self._at :]
+
     def next(self) -> int | None:
         return self._order[self._at] if self._at < len(self._order) else None
 

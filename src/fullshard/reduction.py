@@ -28,7 +28,7 @@ from fullshard.packing import (
     packed_gradients,
     unpackable,
 )
-from fullshard.shards import Lane, LaneGradients
+from fullshard.shards import Lane
 
 _IN_FLIGHT = 2
 _LARGE_BYTES = 128 * 2**20
@@ -217,18 +217,21 @@ class Reduction:
     def _arrive(self, travel: Travel) -> None:
         if travel.operation is not None:
             travel.operation.wait()
-        reduction, lane = travel.reduction, travel.reduction.lane
-        rows, divisor, gradients = travel.received, travel.divisor, lane.gradients
+        lane, rows, divisor = travel.reduction.lane, travel.received, travel.divisor
+        gradients = lane.gradients
         assert gradients is not None
-        if self._comm.across is not None and travel.operation is not None and not travel.crossed:
+        if not travel.crossed and self._comm.across is not None and travel.operation is not None:
             self._cross(travel)
             return
-        if gradients.live or self._comm.replicas > 1 or lane.dtypes.sum != lane.dtypes.rest:
+        if not travel.crossed and self._comm.replicas > 1:
+            self._sum_replicas(travel)
+            return
+        if gradients.live or lane.dtypes.sum != lane.dtypes.rest:
             total = mean_of_rows(rows, divisor, torch.empty_like(gradients.own, dtype=lane.dtypes.sum))
-            self._add(reduction, gradients, total)
+            (gradients.own.add_ if gradients.live else gradients.own.copy_)(total)
         else:
             mean_of_rows(rows, divisor, gradients.own)
-            gradients.live = True
+        gradients.live = True
         if isinstance(travel.sent, Outgoing):
             travel.sent.close()
 
@@ -245,20 +248,21 @@ class Reduction:
         operation = across.exchange(as_bytes(received), as_bytes(total), lane.unit)
         self._travels.append(Travel(travel.reduction, total, received, operation, travel.divisor, True))
 
-    def _add(self, reduction: LaneReduction, gradients: LaneGradients, total: torch.Tensor) -> None:
-        if self._comm.replicas > 1:
-            if reduction.shard_pile is not None:
-                total.add_(reduction.shard_pile)
-                reduction.shard_pile = None
-            if self.postponing:
-                reduction.shard_pile = total
-                return
-            self._comm.sum_replicas(total, reduction.lane.unit)
-        if gradients.live:
-            gradients.own.add_(total)
-        else:
-            gradients.own.copy_(total)
-            gradients.live = True
+    def _sum_replicas(self, travel: Travel) -> None:
+        """This row's mean is there: now the sum over replicas, unless it is postponed."""
+        reduction, lane = travel.reduction, travel.reduction.lane
+        total = torch.empty(lane.layout.interval, dtype=lane.dtypes.sum, device=lane.rest.device)
+        mean_of_rows(travel.received, travel.divisor, total)
+        if isinstance(travel.sent, Outgoing):
+            travel.sent.close()
+        if reduction.shard_pile is not None:
+            total.add_(reduction.shard_pile)
+            reduction.shard_pile = None
+        if self.postponing:
+            reduction.shard_pile = total
+            return
+        operation = self._comm.sum_replicas(total, lane.unit)
+        self._travels.append(Travel(reduction, total, total[None], operation, 1, True))
 
     # ---- finish
 

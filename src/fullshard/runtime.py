@@ -36,6 +36,7 @@ from fullshard.world import return_memory_to_system
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
 _TRIM_EVERY = 10  # passes
+_SETTLED = 3
 _version = attrgetter("_version")
 
 
@@ -154,6 +155,8 @@ class Runtime:
         self.refuse_unseen_backward()
         self._follow_user()
         self._passes += 1
+        if self._passes == _SETTLED and self.comm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what only the first steps needed: they learn the order, make states
         if self._passes % _TRIM_EVERY == 0 and self.comm.device.type == "cpu":
             return_memory_to_system()
         self._values = self._current_values()
