@@ -53,6 +53,9 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         materializer.undo()
         raise
     _nest(live)
+    if sum(unit.full_bytes for unit in live) <= options.small_bytes:
+        for lane in (lane for unit in live for lane in unit.lanes):
+            lane.keeps_memory = True
     runtime = Runtime(live, comm, options)
     runtime.plan = plan
     runtime.copier = duplicate

@@ -154,17 +154,16 @@ class Comm:
         """Interval r of `sent` goes to rank r of the line; what each sent to this one arrives in rows."""
         return self.line.exchange(received, sent, unit)
 
-    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> None:
+    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
-            return
+            return None
         number = self.records.begin("reduce", self.phase, unit, self.step)
         target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
         source = own.cpu() if self.staged else own
         work = _all_gather(as_bytes(target), as_bytes(source), group=self.line.reduce_group, async_op=True)
-        self.waiter.wait_for(work, "reduce", number)
-        if self.staged:
-            whole.copy_(target)
+        after = (lambda: whole.copy_(target)) if self.staged else None
+        return Operation(self.waiter, work, "reduce", number, after)
 
     def sum_replicas(self, shard: torch.Tensor, unit: str) -> Operation:
         """Sum equal shards over the replicas of a hybrid mesh, in place."""

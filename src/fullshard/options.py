@@ -59,6 +59,11 @@ class Options:
         return SMALL_BYTES, 2 if self.prefetch else 1
 
     @property
+    def small_bytes(self) -> int:
+        """A model of so many bytes keeps the memory of its full values, unless its budget is smaller."""
+        return SMALL_BYTES if self.keep_full is None else min(SMALL_BYTES, self.keep_full)
+
+    @property
     def piles_up(self) -> bool:
         """Whole local gradients may wait for the last micro-batch inside fs.accumulate."""
         return self.strategy in ("replicate", "zero1")

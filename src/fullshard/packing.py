@@ -30,6 +30,7 @@ class Outgoing:
         self._storage = self.flat.untyped_storage()
         self.size_bytes = self._storage.nbytes()
         self._places = [(place, self.views[index]) for index, place in lane.places.items()]
+        self._keeps_memory = lane.keeps_memory
         self.is_open = False
         self.close()
 
@@ -56,7 +57,8 @@ class Outgoing:
         self.is_open = False
         for place, _ in self._places:
             place.view = None
-        self._storage.resize_(0)
+        if not self._keeps_memory:
+            self._storage.resize_(0)
 
 
 def _gaps(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from fullshard.packing import (
 )
 from fullshard.shards import Lane
 
-_IN_FLIGHT = 2
+_IN_FLIGHT = 4
 _LARGE_BYTES = 128 * 2**20
 _grad = attrgetter("grad")
 _GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
@@ -201,8 +201,9 @@ class Reduction:
             self._travels.append(Travel(reduction, sent, received, operation, divisor))
 
     def _make_room(self, size_bytes: int) -> None:
-        """Before another exchange: two may be under way, a large one alone.
+        """Before another exchange: a few may be under way, a large one alone.
 
+        gloo uses a link both ways at once only while several are.
         Ranks on different paths finish units in different orders: there, waiting could close a circle.
         """
         limit = 1 if size_bytes > _LARGE_BYTES else _IN_FLIGHT
@@ -280,12 +281,12 @@ class Reduction:
             reduction.used = None
         if self._options.check_gradients:
             self._check_finite(reductions)
+        if self._options.whole_at_rest:
+            self._regather(reductions)
         listeners = []
         for reduction, flags in zip(reductions, used, strict=True):
             lane = reduction.lane
             assert lane.gradients is not None
-            if lane.whole_at_rest:
-                self._comm.regather_gradients(lane.gradients.flat, lane.gradients.own, lane.unit)
             for parameter, view, flag in zip(lane.parameters, lane.gradients.views, flags, strict=True):
                 if flag and parameter.requires_grad:
                     parameter.grad = view
@@ -295,6 +296,19 @@ class Reduction:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 if not getattr(hook, "is_fullshard_guard", False):
                     hook(parameter)
+
+    def _regather(self, reductions: Sequence[LaneReduction]) -> None:
+        """Every rank's sums on all ranks: all under way before the first is waited for."""
+        under_way = []
+        for reduction in reductions:
+            lane = reduction.lane
+            assert lane.gradients is not None
+            under_way.append(
+                self._comm.regather_gradients(lane.gradients.flat, lane.gradients.own, lane.unit)
+            )
+        for operation in under_way:
+            if operation is not None:
+                operation.wait()
 
     def _postpone(self) -> None:
         """`p.grad` becomes a token: it refuses to be read, and taking it away drops what has piled up."""

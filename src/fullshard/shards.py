@@ -79,6 +79,7 @@ class Lane:
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | None = None
+        self.keeps_memory = False  # of a small model: getting it anew each time costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
         self.gradients: LaneGradients | None = None
@@ -125,7 +126,7 @@ class Lane:
                 self._node.keep()
 
     def release(self) -> None:
-        if not self.permanent:
+        if not (self.permanent or self.keeps_memory):
             self._storage.resize_(0)
 
     # ---- whole values, for fs.full

@@ -79,7 +79,9 @@ def find_units(model: nn.Module, options: Options) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     chosen = _chosen(model, options)
     parents = {child: module for module in model.modules() for child in module.children()}
-    if options.units is None:
+    if options.units is None and _is_tiny(members, options):
+        together, groups = [], []  # one unit: nothing to overlap that is worth its hooks and messages
+    elif options.units is None:
         together = _merge(chosen, parents, members, options)
         groups = _large_leaves(model, members, chosen)
     else:
@@ -226,6 +228,12 @@ def _merge(
         groups[-1].append(block)
         filled, before = filled + size, company
     return [tuple(group) for group in groups]
+
+
+def _is_tiny(members: list[Member], options: Options) -> bool:
+    if options.checkpoint_activations:  # recomputes unit by unit
+        return False
+    return sum(_full_bytes(m.parameter, options) for m in members) <= MERGE_BYTES
 
 
 def _most_bytes(members: list[Member]) -> int:
