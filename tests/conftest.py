@@ -18,4 +18,4 @@ torch.set_num_threads(1)
 # Tests are about blocks as units; their models are so small that all would be merged into one.
 from fullshard import options, units  # noqa: E402 - found by way of the path above
 
-units.MERGE_BYTES = options.SMALL_BYTES = 0
+units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0

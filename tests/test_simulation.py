@@ -346,3 +346,43 @@ def test_thousands_of_ranks_start_at_once_and_leave_nothing_behind(count: int) -
     folder, seconds = found.stdout.split()
     assert float(seconds) < 20  # about one; the machine may be busy
     assert not Path(folder).exists()
+
+
+def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
+    import fullshard as fs
+    from fullshard.simulation.group import Cluster, joined
+    from fullshard.simulation.models import Decoder, Shape
+
+    torch.manual_seed(0)
+    model = Decoder(Shape(6, 32, 2, 64, key_heads=1, feed=64, context=16))
+    options = {**said}
+    if isinstance(options.get("precision"), dict):
+        options["precision"] = fs.Precision(**options["precision"])
+    with joined(Cluster(Network(4, Link(1e12, 0.0)), torch.device("cpu"))) as cluster:
+        fs.shard(model, **options)
+        tokens = torch.randint(0, 64, (2, 9))
+        for _ in range(3):
+            cluster.wire.traffic.clear()
+            model(tokens).backward()
+            model.zero_grad()
+        return cluster.wire.traffic.bytes_sent, fs.plan(model).wire_bytes_per_step
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"keep_full": 0},
+        {"keep_full": "all"},
+        {"keep_full": 30_000},
+        {"strategy": "zero2"},
+        {"precision": "bf16"},
+        {"reduce": "scatter", "precision": "bf16"},
+        {"precision": {"compute": torch.bfloat16, "gather": torch.int8, "wire": torch.int8}},
+    ],
+    ids=str,
+)
+def test_a_step_sends_the_bytes_that_the_plan_says(said: dict[str, Any]) -> None:
+    sent, planned = ranks.run(_sent_and_planned, 1, said, timeout_s=60)[0]
+    small = sent - planned  # who was used: one byte a parameter, there and back
+    assert 0 <= small < 200, (sent, planned)

@@ -585,3 +585,39 @@ def chosen_units() -> tuple[list[str], list[str]]:
 def test_units_that_were_chosen_are_not_merged() -> None:
     for found in ranks.run(chosen_units, 2, merge_bytes=ALL_IN_ONE):
         assert found == 2 * (["", "blocks.0", "blocks.1", "blocks.2"],)
+
+
+def _tiny(strategy: str) -> tuple[Trace, int, int, list[str]]:
+    import fullshard as fs
+    from fullshard import options, units
+
+    units.TINY_BYTES = options.SMALL_BYTES = 2**20
+    model = fs.shard(engines.build(), strategy=strategy)
+    runtime = model._fullshard
+    begin, sent = runtime.comm.records.begin, []
+
+    def count(channel: str, phase: str, unit: str, step: int) -> Any:
+        if step == 2:
+            sent.append(f"{channel} {phase}")
+        return begin(channel, phase, unit, step)
+
+    runtime.comm.records.begin = count
+    mine = [engines.batch(step, my_rank()) for step in range(engines.STEPS)]
+    trace = reference.train_rank(model, mine, engines.loss_of, reference.adamw, engines.STEPS)
+    held = sum(lane.full.untyped_storage().nbytes() for lane in runtime.lanes)
+    return trace, len(runtime.units), held, sent
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tiny_model_is_one_unit_with_one_message_each_way(strategy: str) -> None:
+    found = ranks.run(_tiny, 2, strategy, timeout_s=60)
+    expected = reference.train(
+        engines.build(), engines.batches(2), engines.loss_of, reference.adamw, engines.STEPS
+    )
+    trace = reference.combine([rank[0] for rank in found])
+    reference.assert_close_trace(trace, expected, rtol=2e-5, atol=2e-6)
+    for _, units, held, sent in found:
+        assert units == 1
+        assert held > 0, "a small model keeps the memory of its full values"
+        assert sent.count("gather forward") == (0 if strategy == "replicate" else 1)
+        assert "gather backward" not in sent

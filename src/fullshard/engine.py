@@ -136,6 +136,7 @@ def plan(
     precision: str | Precision = "fp32",
     units: Any = None,
     ignore: Any = (),
+    keep_full: int | str | None = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
     runtime = model.__dict__.get("_fullshard")
@@ -143,7 +144,9 @@ def plan(
         return runtime.plan  # type: ignore[no-any-return]
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
-    said = _options.parse(strategy=strategy, precision=precision, units=units, ignore=ignore)
+    said = _options.parse(
+        strategy=strategy, precision=precision, units=units, ignore=ignore, keep_full=keep_full
+    )
     return make_plan(model, ranks or collectives.rank_count(), said)
 
 

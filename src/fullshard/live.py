@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.shards import Lane, Slots
+from fullshard.units import looks_up_only
 
 NO_TASK = -1
 
@@ -25,11 +26,6 @@ class State(Enum):
 
 def _is_result(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
-def _looks_up_only(modules: Sequence[nn.Module], sites: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Embeddings alone: the gradient of a lookup needs the indices, not the table."""
-    return bool(sites) and all(type(m) is nn.Embedding and m.max_norm is None for m in modules)
 
 
 class LiveUnit:
@@ -56,7 +52,7 @@ class LiveUnit:
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
         self.releasable = bool(self.storages)
         self.full_bytes = sum(lane.full_bytes for lane in lanes)
-        self.rereads = not _looks_up_only(modules, sites)  # backward needs its full value again
+        self.rereads = not looks_up_only(modules)  # backward needs its full value again
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
         self.state = State.AT_REST
         self.whole = False  # inside fs.full: its parameters hold whole values

@@ -14,9 +14,10 @@ from torch import nn
 
 from fullshard.layout import Layout, align_elements, lay_out
 from fullshard.options import Options
+from fullshard.order import kept_units
 from fullshard.precision import PRESETS, LaneDtypes, lane_dtypes
 from fullshard.quantise import BLOCK, packed_bytes
-from fullshard.units import Member, Unit, find_units
+from fullshard.units import Member, Unit, find_units, looks_up_only
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,12 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
+    """A unit, how often a step gathers it, and whether it stays full from forward to backward."""
+
     name: str
     lanes: tuple[LanePlan, ...]
+    gathers: int
+    kept: bool
 
     @property
     def full_bytes(self) -> int:
@@ -88,23 +93,24 @@ class Plan:
 
     @property
     def full_bytes_at_peak(self) -> int:
-        """Full values held at once: the root and, with zero3, the two largest neighbours."""
+        """Full values held at once: the root and, with zero3, the two largest neighbours, or those that are
+        kept and the one that backward gathers beside them."""
         root, rest = self.units[0].full_bytes, [unit.full_bytes for unit in self.units[1:]]
         if self.strategy not in ("zero3", "hybrid"):
             return root + sum(rest)
         pairs = [a + b for a, b in pairwise(rest)]
-        return root + max(pairs or rest or [0])
+        kept = [unit.full_bytes for unit in self.units[1:] if unit.kept]
+        again = [unit.full_bytes for unit in self.units[1:] if unit.gathers > 1]
+        return root + max([*pairs, *rest, sum(kept) + sum(again[-1:]), 0])
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """Sent by one rank in one step of one micro-batch: gathers (two with zero3) and gradients."""
+        """Sent by one rank in one step of one micro-batch: gathers and gradients."""
         share = (self.ranks - 1) / self.ranks
-        gathers = {"replicate": 0, "zero3": 2, "hybrid": 2}.get(self.strategy, 1)
         total = 0.0
         for unit in self.units:
             for lane in unit.lanes:
-                times = min(gathers, 1) if unit is self.units[0] else gathers
-                total += share * lane.gather_bytes * times
+                total += share * lane.gather_bytes * unit.gathers
                 if lane.trainable:
                     total += share * lane.wire_bytes
                     if self._whole:
@@ -181,5 +187,16 @@ def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
 
 
 def plan_of(units: Iterable[Unit], ranks: int, options: Options) -> Plan:
-    plans = (UnitPlan(u.name, tuple(lane for lane, _ in lanes_of(u, ranks, options))) for u in units)
+    units = list(units)
+    lanes = [tuple(lane for lane, _ in lanes_of(unit, ranks, options)) for unit in units]
+    sizes = [sum(lane.full_bytes for lane in each) for each in lanes]
+    once = {0} | {i for i, unit in enumerate(units) if looks_up_only(unit.modules)}
+    kept: set[int] = set()
+    if options.releases_after_forward:
+        kept = kept_units(range(len(units)), sizes, *options.keeps, once)
+    plans = []
+    for index, (unit, each) in enumerate(zip(units, lanes, strict=True)):
+        twice = options.releases_after_forward and index not in once and index not in kept
+        gathers = 0 if options.whole_at_rest else 2 if twice else 1
+        plans.append(UnitPlan(unit.name, each, gathers, index in kept))
     return Plan(options.strategy, ranks, tuple(plans))
