@@ -57,6 +57,8 @@ class GradShard(torch.Tensor):
 
     holder: Holder
 
+    is_sparse = False  # optimizers ask each gradient: a class attribute answers without a detour through us
+
     @staticmethod
     def make(
         values: torch.Tensor, comm: Comm, part: torch.Tensor | None = None, holder: Holder | None = None
