@@ -12,7 +12,7 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-link clean
+.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-gpu bench-link clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench-host: env ## Host time per unit and step, fullshard and FSDP2 side by side
 
 bench-cpu: env ## A step on CPU ranks, fullshard beside DDP, FSDP1, FSDP2 and DeepSpeed (RANKS=4 for four)
 	$(BIN)/python bench/cpu.py $(if $(RANKS),--ranks $(RANKS))
+
+bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 and the limit
+	$(BIN)/python bench/gpu.py
 
 bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py

@@ -340,8 +340,8 @@ def _answer(task: _Task) -> tuple[str, bytes]:
 
     torch.manual_seed(0)
     random.seed(0)
-    units.MERGE_BYTES = options.SMALL_BYTES = task.merge_bytes
-    units.TINY_BYTES = 0
+    units.MERGE_BYTES = task.merge_bytes
+    units.TINY_BYTES = options.SMALL_BYTES = 0
     try:
         if task.init:
             torch.distributed.init_process_group("gloo")

@@ -82,7 +82,7 @@ def shard(
             across=across,
         )
         found = _look_at(model, said, mesh)
-        said = _with_reduce(said, found)
+        said = found.said
     except FullshardError as error:
         problem = error
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
@@ -106,6 +106,7 @@ class _Found:
 
     device: torch.device
     grid: torch.Tensor
+    said: Options
     units: list[Unit]
 
 
@@ -115,17 +116,16 @@ def _look_at(model: nn.Module, said: Options, mesh: DeviceMesh | None) -> _Found
     device = world.compute_device(_model_device(model))
     grid = collectives.rank_grid(mesh, said.strategy == "hybrid")
     _refuse_unfit(model)
-    return _Found(device, grid, find_units(model, said))
+    said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
+    return _Found(device, grid, said, find_units(model, said))
 
 
-def _with_reduce(said: Options, found: _Found) -> Options:
+def _way_to_reduce(said: Options, grid: torch.Tensor, device: torch.device) -> str:
     if said.reduce != "auto":
-        return said
+        return said.reduce
     wire = said.precision.wire or said.precision.compute or torch.float32
-    less = collectives.sums_on_the_way(
-        found.grid, found.device, wire.itemsize, said.precision.reduce.itemsize
-    )
-    return replace(said, reduce="scatter" if less else "exchange")
+    sum_bytes = said.precision.reduce.itemsize
+    return "scatter" if collectives.sums_on_the_way(grid, device, wire.itemsize, sum_bytes) else "exchange"
 
 
 def plan(
@@ -145,7 +145,12 @@ def plan(
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
     said = _options.parse(
-        strategy=strategy, precision=precision, units=units, ignore=ignore, keep_full=keep_full
+        strategy=strategy,
+        precision=precision,
+        units=units,
+        ignore=ignore,
+        keep_full=keep_full,
+        on_gpu=world.compute_device(_model_device(model)).type == "cuda",
     )
     return make_plan(model, ranks or collectives.rank_count(), said)
 

@@ -16,6 +16,7 @@ from fullshard.precision import Precision
 # Full values that stay between forward and backward unless told otherwise: so little that nobody would ask.
 # Two gloo ranks on one machine gain a tenth to a third of a step by it on models that small.
 SMALL_BYTES = 32 * 2**20
+GPU_FACTOR = 8  # a GPU has that much more memory, and that much less time for a gather
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "hybrid")
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
@@ -39,6 +40,7 @@ class Options:
     prefetch: bool
     across: str  # what hybrid does with the shards of a node: the same on every node, or cut once more
     reduce: str  # 'auto' until the ranks are known
+    on_gpu: bool  # where the shards will be; small means something else there
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
 
     @property
@@ -56,7 +58,7 @@ class Options:
         size: prefetch holds two neighbours at any time, so keeping the last two costs no more than that."""
         if self.keep_full is not None:
             return self.keep_full, 0
-        return SMALL_BYTES, 2 if self.prefetch else 1
+        return SMALL_BYTES * (GPU_FACTOR if self.on_gpu else 1), 2 if self.prefetch else 1
 
     @property
     def small_bytes(self) -> int:
@@ -83,6 +85,7 @@ def parse(
     across: str = "replicate",
     reduce: str = "auto",
     keep_full: int | str | None = None,
+    on_gpu: bool = False,
 ) -> Options:
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("initial", initial, INITIAL)
@@ -114,6 +117,7 @@ def parse(
         across=across,
         reduce=reduce,
         keep_full=_keep_full(keep_full),
+        on_gpu=on_gpu,
     )
 
 

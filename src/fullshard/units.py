@@ -218,7 +218,8 @@ def _merge(
 ) -> list[tuple[nn.Module, ...]]:
     """Blocks in definition order, those that make one unit together."""
     sizes = {id(m.parameter): _full_bytes(m.parameter, options) for m in members}
-    most = _most_bytes(members)
+    # 0 switches it off everywhere.
+    most = CUDA_MERGE_BYTES if options.on_gpu and MERGE_BYTES else MERGE_BYTES
     if not options.checkpoint_activations:  # recomputes unit by unit: then small ones have a use
         small = [b for b in chosen if sum(sizes.get(id(p), 0) for p in b.parameters()) <= most]
         inside = {m for block in small for m in block.modules() if m is not block}
@@ -243,13 +244,6 @@ def _is_tiny(members: list[Member], options: Options) -> bool:
     if options.checkpoint_activations:  # recomputes unit by unit
         return False
     return sum(_full_bytes(m.parameter, options) for m in members) <= TINY_BYTES
-
-
-def _most_bytes(members: list[Member]) -> int:
-    """The size up to which blocks are merged; 0 switches it off everywhere."""
-    kinds = {member.parameter.device.type for member in members}
-    on_gpu = "cuda" in kinds or ("meta" in kinds and torch.cuda.is_available())
-    return CUDA_MERGE_BYTES if on_gpu and MERGE_BYTES else MERGE_BYTES
 
 
 def _full_bytes(parameter: nn.Parameter, options: Options) -> int:
