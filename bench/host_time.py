@@ -74,8 +74,11 @@ class Net(nn.Module):
 def sharded(engine: str, model: Net) -> nn.Module:
     if engine == "fullshard":
         import fullshard as fs
+        from fullshard import options, units
 
-        return fs.shard(model)
+        # A unit a block, as FSDP2 has them, and two gathers each: the cost of a unit is what is measured.
+        units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
+        return fs.shard(model, keep_full=0)
     if engine == "FSDP2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

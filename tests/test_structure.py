@@ -100,7 +100,9 @@ def test_import_needs_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/simulation.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/design.md", "docs/simulation.md", "docs/benchmarks.md", "CHANGELOG.md"]
+)
 def test_relative_links_of_a_document_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):

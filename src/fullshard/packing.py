@@ -40,7 +40,13 @@ class Outgoing:
         return any(place.view is None for place, _ in self._places)
 
     def invite(self) -> None:
-        """Matrix products of a backward that begins may write here."""
+        """Matrix products of a backward that begins may write here, each once.
+
+        Not again while it is open: a unit that begins a second time (segments of reentrant checkpointing)
+        has gradients here that a second product would write over.
+        """
+        if self.is_open:
+            return
         self.open()
         for place, view in self._places:
             place.view = view

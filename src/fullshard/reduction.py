@@ -79,7 +79,7 @@ class Reduction:
             if not lane.places or waiting or self.absent or lane.dtypes.packed != lane.dtypes.compute:
                 continue
             if not any(travel.reduction is reduction for travel in self._travels):
-                self._outgoing(reduction).invite()
+                self._buffer(reduction).invite()
 
     # ---- done
 
@@ -157,11 +157,15 @@ class Reduction:
         copy_into(outgoing, gradients)
         return outgoing
 
-    def _outgoing(self, reduction: LaneReduction) -> Outgoing:
+    def _buffer(self, reduction: LaneReduction) -> Outgoing:
         if reduction.outgoing is None:
             reduction.outgoing = Outgoing(reduction.lane, reduction.lane.dtypes.packed)
-        reduction.outgoing.open()  # where it was opened for products already, nothing happens
         return reduction.outgoing
+
+    def _outgoing(self, reduction: LaneReduction) -> Outgoing:
+        outgoing = self._buffer(reduction)
+        outgoing.open()  # where it was opened for products already, nothing happens
+        return outgoing
 
     def _pile_up(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> Outgoing:
         """Add to what waits for the last micro-batch, weighted so that every rank counts alike."""
