@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ranks
+from fullshard.simulation.models import Decoder, Shape
 
 INT8 = {
     "gather": {"gather": torch.int8},
@@ -17,36 +17,10 @@ INT8 = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 48, depth: int = 3, vocabulary: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float()
-
-
-def _net() -> Net:
+def _net() -> Decoder:
+    """A small GPT, whose forward returns the loss."""
     torch.manual_seed(0)
-    return Net()
+    return Decoder(Shape(layers=3, width=48, heads=4, vocabulary=64, context=16))
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
@@ -56,10 +30,6 @@ def _batch(step: int, rank: int) -> torch.Tensor:
     return (first + 7 * torch.arange(9)) % 64
 
 
-def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def _full_values(said: dict[str, object], strategy: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Each unit's parameters as its forward sees them, and as they are at rest."""
     import fullshard as fs
@@ -67,10 +37,10 @@ def _full_values(said: dict[str, object], strategy: str) -> tuple[list[torch.Ten
     model = fs.shard(_net(), precision=fs.Precision(**said), strategy=strategy)
     seen: list[torch.Tensor] = []
     for block in model.blocks:
-        block.up.register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().float().clone()))
-    model(_batch(0, 0)[:, :-1])
+        block.feed.up.register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().float().clone()))
+    model(_batch(0, 0))
     with fs.full(model, writeback=False):
-        true = [block.up.weight.detach().clone() for block in model.blocks]
+        true = [block.feed.up.weight.detach().clone() for block in model.blocks]
     return seen, true
 
 
@@ -81,7 +51,7 @@ def test_8_bit_gather_is_within_half_a_step_of_its_block_and_at_rest_nothing_is_
 ) -> None:
     for seen, true in ranks.run(_full_values, num_ranks, INT8["gather"], strategy, timeout_s=60):
         assert seen, "the hook saw no forward"
-        plain = [block.up.weight for block in _net().blocks]
+        plain = [block.feed.up.weight for block in _net().blocks]
         for value, exact, built in zip(seen, true, plain, strict=True):
             assert torch.equal(exact, built), "the shard keeps every bit"
             bound = exact.abs().max() / 127 / 2 * 1.02  # a block's largest value is at most the whole's
@@ -94,7 +64,7 @@ def _gradients(said: dict[str, object]) -> list[torch.Tensor]:
 
     model = fs.shard(_net(), precision=fs.Precision(**said))
     rank = torch.distributed.get_rank()
-    _loss(model, _batch(0, rank)).backward()
+    model(_batch(0, rank)).backward()
     shards = [p.grad.detach().clone() for p in model.parameters()]
     lanes = model._fullshard.lanes
     index = {
@@ -117,7 +87,7 @@ def test_8_bit_gradients_are_within_half_a_step_of_each_ranks_block(num_ranks: i
     locals_: list[list[torch.Tensor]] = []
     for rank in range(num_ranks):
         model.zero_grad()
-        _loss(model, _batch(0, rank)).backward()
+        model(_batch(0, rank)).backward()
         locals_.append([p.grad.clone().flatten() for p in model.parameters()])
     wrong = 0
     for rank, kept in enumerate(found):
@@ -139,7 +109,7 @@ def _train(configurations: list[dict[str, object]], steps: int) -> list[list[flo
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses = []
         for step in range(steps):
-            loss = _loss(model, _batch(step, rank))
+            loss = model(_batch(step, rank))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -163,12 +133,12 @@ def _infinite(said: dict[str, object]) -> tuple[bool, bool]:
     import fullshard as fs
 
     model = fs.shard(_net(), precision=fs.Precision(**said))
-    loss = _loss(model, _batch(0, 0))
+    loss = model(_batch(0, 0))
     (loss * (float("inf") if torch.distributed.get_rank() == 1 else 1.0)).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     broken = not bool(torch.isfinite(norm))
     model.zero_grad()
-    _loss(model, _batch(1, 0)).backward()
+    model(_batch(1, 0)).backward()
     return broken, bool(torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
 
 
@@ -185,8 +155,8 @@ def _scattered(said: dict[str, object]) -> list[float]:
     for step in range(6):
         if step % 2:
             with fs.accumulate(model):
-                (_loss(model, _batch(step + 50, rank)) / 2).backward()
-        loss = _loss(model, _batch(step, rank))
+                (model(_batch(step + 50, rank)) / 2).backward()
+        loss = model(_batch(step, rank))
         loss.backward()
         losses += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
         optimizer.step()
@@ -201,4 +171,4 @@ def test_scattered_gradients_are_those_that_are_exchanged(strategy: str, precisi
     exchanged = ranks.run(_scattered, 3, {**said, "reduce": "exchange"}, init=True, timeout_s=60)
     scattered = ranks.run(_scattered, 3, {**said, "reduce": "scatter"}, init=True, timeout_s=60)
     for a, b in zip(exchanged, scattered, strict=True):
-        assert b == pytest.approx(a, rel=1e-4 if precision == "fp32" else 3e-3)
+        assert b == pytest.approx(a, rel=1e-4 if precision == "fp32" else 1e-2)
