@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 import ranks
 from fullshard import engine
@@ -386,3 +386,31 @@ def test_a_step_sends_the_bytes_that_the_plan_says(said: dict[str, Any]) -> None
     sent, planned = ranks.run(_sent_and_planned, 1, said, timeout_s=60)[0]
     small = sent - planned  # who was used: one byte a parameter, there and back
     assert 0 <= small < 200, (sent, planned)
+
+
+def _way_to_reduce(nodes_of: int | None, said: dict[str, Any]) -> str:
+    import fullshard as fs
+    from fullshard.simulation.group import Cluster, joined
+
+    levels = () if nodes_of is None else (nodes_of, Link(1e12))
+    with joined(Cluster(Network(16, Link(1e12), *levels), torch.device("cpu"))):
+        return fs.shard(nn.Linear(64, 64), **said)._fullshard.options.reduce
+
+
+@pytest.mark.parametrize(
+    ("nodes_of", "said", "way"),
+    [
+        (None, {"precision": "bf16"}, "exchange"),  # one node
+        (16, {"precision": "bf16"}, "exchange"),
+        (8, {"precision": "bf16"}, "scatter"),  # 4 bytes, summed by 8 before they cross, against 2
+        (2, {"precision": "bf16"}, "exchange"),  # 4 bytes, summed by 2: no less
+        (2, {}, "scatter"),  # in fp32 both send 4
+        (1, {}, "exchange"),
+        (8, {"precision": "bf16", "reduce": "exchange"}, "exchange"),
+    ],
+    ids=str,
+)
+def test_gradients_are_summed_on_the_way_where_that_sends_less_between_nodes(
+    nodes_of: int | None, said: dict[str, Any], way: str
+) -> None:
+    assert ranks.run(_way_to_reduce, 1, nodes_of, said, timeout_s=60)[0] == way

@@ -76,6 +76,11 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def group_name(self) -> str:
         return self._name
 
+    @property
+    def node_ranks(self) -> int | None:
+        """What torchrun would say of a node; the engine asks, to choose how gradients are summed."""
+        return self._cluster.network.node_ranks
+
     def getBackendName(self) -> str:
         return BACKEND
 
