@@ -1,6 +1,6 @@
 """One GPU as one rank of a simulated cluster: fullshard, FSDP2 and the limit, side by side in one run.
 
-    make bench-gpu        (or: python bench/gpu.py --rows gpt-124m --engines limit fullshard FSDP2)
+    make bench-gpu        (or: python bench/gpu.py --rows 124m --engines limit fullshard FSDP2)
 
 Every engine trains the same model on the same tokens over the same described network; see
 `fullshard.simulation`. The limit is the plain bf16 model with no communication at all and AdamW on
@@ -29,14 +29,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as fs
+import report
 from fullshard.simulation import rivals
 from fullshard.simulation.group import Cluster, joined
 from fullshard.simulation.measure import AT_ONCE, Figures, measure, timed
 from fullshard.simulation.models import Subject, Training, blocks_of, subject
 from fullshard.simulation.network import Link, Network, bandwidth
 from report import bar_plot, machine, markdown
-
-OUTPUT = Path("bench-output")
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=report.OUTPUT)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")

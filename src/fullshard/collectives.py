@@ -150,10 +150,6 @@ class Comm:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
-        """Interval r of `sent` goes to rank r of the line; what each sent to this one arrives in rows."""
-        return self.line.exchange(received, sent, unit)
-
     def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
@@ -378,7 +374,8 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     rank, inner = dist.get_rank(), launch().local_ranks
     backend = dist.get_backend()
     if backend == SIMULATED:
-        inner = getattr(dist.group.WORLD, "node_ranks", None) or dist.get_world_size()
+        world: Any = dist.group.WORLD
+        inner = world.node_ranks or dist.get_world_size()
     elif device.type == "cpu" or backend == "gloo":
         return False
     row = grid[int(torch.where(grid == rank)[0][0])].tolist()

@@ -193,7 +193,7 @@ class Reduction:
             feedback = self._options.precision.error_feedback and not self.absent
             packed = packed_gradients(reduction, sent, line.ranks, feedback)
             received = torch.empty_like(packed)
-            operation = self._comm.exchange(received.view(-1), packed.view(-1), unit)
+            operation = line.exchange(received.view(-1), packed.view(-1), unit)
             self._travels.append(Travel(reduction, packed, received, operation, divisor))
         elif self._options.reduce == "scatter":
             received = torch.empty_like(sent.flat.view(line.ranks, -1)[:1])
@@ -201,7 +201,7 @@ class Reduction:
             self._travels.append(Travel(reduction, sent, received, operation, divisor))
         else:
             received = torch.empty_like(sent.flat).view(line.ranks, -1)
-            operation = self._comm.exchange(as_bytes(received), sent.as_bytes, unit)
+            operation = line.exchange(as_bytes(received), sent.as_bytes, unit)
             self._travels.append(Travel(reduction, sent, received, operation, divisor))
 
     def _make_room(self, size_bytes: int) -> None:
@@ -240,33 +240,36 @@ class Reduction:
         if isinstance(travel.sent, Outgoing):
             travel.sent.close()
 
+    def _total(self, travel: Travel, divisor: int) -> torch.Tensor:
+        """What arrived on the line, added up, for a second leg; its buffer is free."""
+        lane = travel.reduction.lane
+        share = lane.layout.total // self._comm.line.ranks
+        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.rest.device)
+        mean_of_rows(travel.received, divisor, total)
+        if isinstance(travel.sent, Outgoing):
+            travel.sent.close()
+        return total
+
     def _cross(self, travel: Travel) -> None:
         """The node's sum is there: now between nodes, in the dtype of the sum."""
         across, lane = self._comm.across, travel.reduction.lane
         assert across is not None
-        share = lane.layout.total // self._comm.line.ranks
-        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.rest.device)
-        mean_of_rows(travel.received, 1, total)
-        if isinstance(travel.sent, Outgoing):
-            travel.sent.close()
+        total = self._total(travel, divisor=1)
         received = torch.empty_like(total).view(across.ranks, -1)
         operation = across.exchange(as_bytes(received), as_bytes(total), lane.unit)
         self._travels.append(Travel(travel.reduction, total, received, operation, travel.divisor, True))
 
     def _sum_replicas(self, travel: Travel) -> None:
         """This row's mean is there: now the sum over replicas, unless it is postponed."""
-        reduction, lane = travel.reduction, travel.reduction.lane
-        total = torch.empty(lane.layout.interval, dtype=lane.dtypes.sum, device=lane.rest.device)
-        mean_of_rows(travel.received, travel.divisor, total)
-        if isinstance(travel.sent, Outgoing):
-            travel.sent.close()
+        reduction = travel.reduction
+        total = self._total(travel, travel.divisor)
         if reduction.shard_pile is not None:
             total.add_(reduction.shard_pile)
             reduction.shard_pile = None
         if self.postponing:
             reduction.shard_pile = total
             return
-        operation = self._comm.sum_replicas(total, lane.unit)
+        operation = self._comm.sum_replicas(total, reduction.lane.unit)
         self._travels.append(Travel(reduction, total, total[None], operation, 1, True))
 
     # ---- finish
