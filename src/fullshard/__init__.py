@@ -4,9 +4,24 @@ import fullshard as fs
 model = fs.shard(model)
 """
 
+from fullshard.checkpoint.commit import latest
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.save import save
 from fullshard.engine import accumulate, even_batches, full, plan, shard
 from fullshard.errors import FullshardError
 from fullshard.precision import Precision
+from fullshard.version import VERSION as __version__
 
-__all__ = ["FullshardError", "Precision", "accumulate", "even_batches", "full", "plan", "shard"]
-__version__ = "0.1.0"
+__all__ = [
+    "FullshardError",
+    "Precision",
+    "__version__",
+    "accumulate",
+    "even_batches",
+    "full",
+    "latest",
+    "load",
+    "plan",
+    "save",
+    "shard",
+]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.errors import FullshardError, OptionError, speak_as
 from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
-from fullshard.waiting import Operation, Waiter
+from fullshard.waiting import Operation, Waiter, Watch
 from fullshard.world import launch
 
 SIMULATED = "simulated"  # the backend of fullshard.simulation
@@ -41,7 +41,7 @@ class Line:
         self._gather_name, self._reduce_name = f"gather{name}", f"reduce{name}"
         for channel in (self._gather_name, self._reduce_name):
             comm.records.declare(channel, [comm.members.index(r) for r in ranks])
-        self.gather_group, self.reduce_group = _group(ranks), _group(ranks)
+        self.gather_group, self.reduce_group = new_group(ranks), new_group(ranks)
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
         """All ranks' rows into `full`, as bytes; this rank's own is written already."""
@@ -98,6 +98,7 @@ class Comm:
         inner, outer = grid[row].tolist(), grid[:, column].tolist()
         self.all_ranks = len(self.members)
         self.two_level = two_level and len(outer) > 1
+        self.replica = 0 if self.two_level else row
         if self.two_level:
             self.rank, self.ranks, self.replicas = column * len(outer) + row, self.all_ranks, 1
         else:
@@ -106,7 +107,7 @@ class Comm:
         self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0
         self.phase = "shard"
-        self._control_group = _group(self.members, backend="gloo")
+        self._control_group = new_group(self.members, backend="gloo")
         self._source = self.members[0]
         self.records = self._open_records(outer)
         host_waits = device.type == "cpu" or self.staged
@@ -115,8 +116,8 @@ class Comm:
         self.across = Line(self, outer, " across") if self.two_level else None
         self._small_group = self.line.reduce_group
         if self.two_level:
-            self._small_group = _group(self.members)
-        self._replica_group = _group(outer) if self.replicas > 1 else None
+            self._small_group = new_group(self.members)
+        self._replica_group = new_group(outer) if self.replicas > 1 else None
         # On the device the first rank's values go down its column of the grid, then along every row.
         self._row_source, self._column_source = inner[0], outer[0]
         self._column_group = self.across.gather_group if self.across is not None else self._replica_group
@@ -227,6 +228,17 @@ class Comm:
         """Every rank's number, by rank."""
         return [int(v) for v in self.tell_many([value])[:, 0]]
 
+    def meet(self, phase: str) -> None:
+        """Every rank must call this now: one that is elsewhere, and stands still there, is an error."""
+        self.phase = phase
+        if self.all_ranks > 1:
+            number = self.records.begin("control", phase, "agreement", self.step)
+            mine = torch.zeros(1, dtype=torch.int64)
+            rows = torch.empty(self.all_ranks, dtype=torch.int64)
+            work = _all_gather(rows, mine, group=self._control_group, async_op=True)
+            self.waiter.wait_for(work, "control", number, watch=Watch(self.records))
+            self.check_agreement()
+
     def tell_many(self, values: Sequence[int]) -> torch.Tensor:
         """Every rank's numbers: one row a rank."""
         mine = torch.tensor(values, dtype=torch.int64)
@@ -265,7 +277,7 @@ class Comm:
 
     def raise_together(self, error: FullshardError | None) -> None:
         """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
-        _raise_first(error, self.members, self.tell_objects(_spoken(error)))
+        raise_first(error, self.members, self.tell_objects(spoken(error)))
 
     def check_agreement(self) -> None:
         """At the end of each pass: were all ranks of this host in the same operations?"""
@@ -303,7 +315,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _group(ranks: list[int], backend: str | None = None) -> Any:
+def new_group(ranks: list[int], backend: str | None = None) -> Any:
     if dist.get_backend() == SIMULATED:
         backend = None  # the other ranks are not there: agreements on the host are simulated too
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
@@ -329,22 +341,11 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch().ranks
 
 
-def raise_together_first(error: FullshardError | None, grid: torch.Tensor | None) -> None:
-    """Before there are groups of our own: if one rank failed, all that called raise the same exception."""
-    ranks = dist.get_world_size()
-    members = list(range(ranks)) if grid is None else sorted(int(r) for r in grid.flatten())
-    group = None if len(members) == ranks else _group(members)
-    said: list[Any] = [None] * len(members)
-    if len(members) > 1:
-        dist.all_gather_object(said, _spoken(error), group=group)
-    _raise_first(error, members, said)
-
-
-def _spoken(error: FullshardError | None) -> tuple[type[FullshardError], str, str] | None:
+def spoken(error: FullshardError | None) -> tuple[type[FullshardError], str, str] | None:
     return None if error is None else (type(error), error.what, error.remedy)
 
 
-def _raise_first(error: FullshardError | None, members: list[int], said: list[Any]) -> None:
+def raise_first(error: FullshardError | None, members: list[int], said: list[Any]) -> None:
     if error is not None:
         raise error
     for rank, other in zip(members, said, strict=True):

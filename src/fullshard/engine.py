@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import collectives, world
+from fullshard import agreements, collectives, world
 from fullshard import options as _options
 from fullshard.build import build
 from fullshard.collectives import Comm
@@ -88,7 +88,7 @@ def shard(
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
         problem = ModelError(f"{type(error).__name__} while looking at the model: {error}", "See its cause.")
         problem.__cause__ = error
-    collectives.raise_together_first(problem, None if found is None else found.grid)
+    agreements.raise_together_first(problem, None if found is None else found.grid)
     assert found is not None
     if found.device.type == "cuda":
         world.let_segments_grow()
@@ -161,7 +161,7 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
 
     With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
     """
-    runtime = _runtime(module)
+    runtime = runtime_of(module)
     inside = {id(p) for p in module.parameters()}
     units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
     with runtime.opened(units, writeback):
@@ -174,7 +174,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     Do not edit parameters through `p.data` between these micro-batches: full values may be kept.
     """
-    reduction = _runtime(model).reduction
+    reduction = runtime_of(model).reduction
     before, reduction.postponing = reduction.postponing, True
     try:
         yield
@@ -188,7 +188,7 @@ def even_batches(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
     A rank that has run out gets its last batch again, and its backward counts nothing: gradients are
     the mean over the ranks that still have data. Costs one small agreement a batch.
     """
-    runtime = _runtime(model)
+    runtime = runtime_of(model)
     iterator, last, first = iter(batches), None, True
     try:
         while True:
@@ -213,7 +213,8 @@ def even_batches(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
         runtime.reduction.absent, runtime.reduction.active_ranks = False, runtime.comm.all_ranks
 
 
-def _runtime(module: nn.Module) -> Runtime:
+def runtime_of(module: nn.Module) -> Runtime:
+    """The engine of a sharded module."""
     runtime = module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
     if runtime is None:
         raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")

@@ -64,5 +64,9 @@ class OptimizerError(FullshardError):
     """An optimizer that cannot work on shards, or holds tensors that the model does not own."""
 
 
+class CheckpointError(FullshardError):
+    """A checkpoint that cannot be written, or cannot be trusted, or belongs to another model."""
+
+
 class Unsupported(FullshardError):
     """A torch feature that does not work on a sharded module."""

@@ -75,6 +75,14 @@ class Layout:
         stop = max(min(piece.stop, high), start)
         return start - piece.start, stop - piece.start
 
+    def written(self, piece: Piece, rank: int, replica: int, replicas: int) -> tuple[int, int]:
+        """The part of `kept` that this rank saves: replicas keep the same, and share the work."""
+        low = rank * self.interval
+        first, last = (low + self.interval * i // replicas - piece.start for i in (replica, replica + 1))
+        start, stop = self.kept(piece, rank)
+        start = min(max(start, first), stop)
+        return start, max(min(stop, last), start)
+
     def in_shard(self, piece: Piece, rank: int) -> tuple[int, int]:
         """The same elements as [start, stop) of the rank's interval."""
         start, stop = self.kept(piece, rank)

@@ -120,6 +120,19 @@ def start_time(pid: int) -> int | None:
     return 0
 
 
+def cpu_time(pid: int, depth: int = 0) -> float:
+    """Seconds of processor time of a process and its descendants; 0 where the system does not say."""
+    total = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()
+        total = sum(map(int, after_name[11:15])) / os.sysconf("SC_CLK_TCK")
+        for thread in os.listdir(f"/proc/{pid}/task") if depth < 8 else ():
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                total += sum(cpu_time(int(child), depth + 1) for child in file.read().split())
+    return total
+
+
 class Peer:
     """Reads one rank's file. By pread, not by mapping: reading a mapped file that was cut short kills."""
 
@@ -179,6 +192,11 @@ class Peer:
             alive,
             left_ns != 0,
         )
+
+    def used_s(self) -> float:
+        """Processor time of the rank's process and of all that it started."""
+        data = self._read(0, HEADER.size)
+        return cpu_time(HEADER.unpack(data)[2]) if data else 0.0
 
     def place_in(self, entry: Entry) -> Place | None:
         """The rank's place, told for one of its operations."""

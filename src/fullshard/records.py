@@ -221,6 +221,27 @@ class Records:
         self._peers[rank] = found
         return new
 
+    def look(self) -> list[Place | None]:
+        """`places` for another thread: it opens files of its own."""
+        peers = [Peer.open(self._directory, rank, self.ranks) for rank in range(self.ranks)]
+        found = [peer.place() if peer else None for peer in peers]
+        for peer in peers:
+            if peer:
+                peer.close()
+        return found
+
+    def not_begun(self, channel: str, number: int) -> list[tuple[Place, float]]:
+        """Ranks, alive, that have not begun this operation, with the processor time they have used so far."""
+        found = []
+        for rank in sorted(self._channels[channel].others):
+            place, peer = self._place(rank), self._peers.get(rank)
+            entry = peer.entry(channel, number) if peer else None
+            if place and peer and place.alive and entry is not None and entry.number < number:
+                used_s = peer.used_s()
+                if used_s > 0:  # 0: this system does not say
+                    found.append((place, used_s))
+        return found
+
     def disagreement(self, channel: str) -> list[Place]:
         """Every peer that began another operation than this rank under the same number of this channel.
 

@@ -11,6 +11,8 @@ from fullshard.errors import RankMismatch, Stalled
 from fullshard.records import Records
 
 _POLL = timedelta(seconds=1)
+_IDLE_S = 5.0
+_BUSY = 0.02  # of a processor; threads that only look after connections use less
 
 
 class Operation:
@@ -36,13 +38,35 @@ class Operation:
                 self._after = None
 
 
+class Watch:
+    """Ranks that have not come and compute nothing: they wait for something that is not ours.
+
+    A rank may be late for a save because it is still busy. One that has used no processor for seconds, with
+    all the processes it started, sits in somebody else's barrier, or sleeps.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def idle(self, channel: str, number: int) -> str | None:
+        now = time.monotonic()
+        for place, used_s in self._records.not_begun(channel, number):
+            since, used_then = self._seen.setdefault(place.rank, (now, used_s))
+            if used_s - used_then > _BUSY * (now - since) + 0.05:
+                self._seen[place.rank] = (now, used_s)
+            elif now - since >= _IDLE_S:
+                return f"{place}, and has computed nothing for {now - since:.0f} s"
+        return None
+
+
 class Waiter:
     """Waits with one eye on the other ranks' records."""
 
     def __init__(self, records: Records, host_waits: bool, stall_timeout_s: float) -> None:
         self.records, self.host_waits, self._stall_timeout_s = records, host_waits, stall_timeout_s
 
-    def wait_for(self, work: Any, channel: str, number: int) -> None:
+    def wait_for(self, work: Any, channel: str, number: int, watch: Watch | None = None) -> None:
         if not self.host_waits and channel != "control":
             work.wait()  # the current stream waits, not the host
             self.records.end(channel, number)
@@ -60,7 +84,8 @@ class Waiter:
                     work.wait(_POLL)
                     break
                 except RuntimeError as error:
-                    self._still_waiting(error, channel, number, begun)
+                    idle = watch.idle(channel, number) if watch is not None else None
+                    self._still_waiting(error, channel, number, begun, idle)
         finally:
             records.wait_end()
         records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
@@ -79,8 +104,10 @@ class Waiter:
                     "Every rank must make the same calls on a sharded model in the same order.",
                 )
 
-    def _still_waiting(self, error: RuntimeError, channel: str, number: int, begun: float) -> None:
-        verdict = self.records.verdict(channel, number)
+    def _still_waiting(
+        self, error: RuntimeError, channel: str, number: int, begun: float, idle: str | None
+    ) -> None:
+        verdict = self.records.verdict(channel, number) or idle
         if verdict is None and "imed out" not in str(error) and "imeout" not in str(error):
             verdict = f"the connection failed ({str(error).splitlines()[0]})"
             time.sleep(0.2)

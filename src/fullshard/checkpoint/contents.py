@@ -1,0 +1,286 @@
+"""What a model and its optimizer hold, as tensors of whole shape with this rank's elements of each.
+
+Every rank lists the same tensors in the same order; only which elements it holds differs. A value that is
+whole on every rank (a buffer, a step counter) is the first rank's to write; ranks whose own differs keep it
+in their tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import headers
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.headers import Tensor
+from fullshard.checkpoint.values import Encoder, Tree
+from fullshard.collectives import as_bytes
+from fullshard.errors import CheckpointError
+from fullshard.layout import Piece
+from fullshard.runtime import Runtime
+from fullshard.shards import Lane, piece_view
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass
+class Held:
+    """A tensor, and the elements [start, stop) of it, row-major, that this rank writes."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+    values: torch.Tensor  # flat, these elements, wherever they live
+
+
+@dataclass
+class Contents:
+    """Everything that goes into a checkpoint, as one rank sees it."""
+
+    model: list[Held] = field(default_factory=list)
+    optimizer: list[Held] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Tree] = field(default_factory=dict)
+    optimizer_state: Tree = None
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)  # on every rank; the first one's is written
+    own: dict[str, Tree] = field(default_factory=dict)  # optimizer state that has not its parameter's shape
+    encoder: Encoder = field(default_factory=Encoder)  # of the optimizer's values
+
+
+def canonical(name: str) -> str:
+    """A parameter's own name, without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a parameter of the model lives: in a lane, or, ignored, whole on every rank."""
+
+    name: str
+    parameter: nn.Parameter
+    lane: Lane | None = None
+    index: int = 0
+
+    @property
+    def piece(self) -> Piece:
+        assert self.lane is not None
+        return self.lane.layout.pieces[self.index]
+
+
+def sites(runtime: Runtime, model: nn.Module) -> list[Site]:
+    """Every parameter, unit by unit; neighbours in a lane are neighbours in the file."""
+    found = [
+        Site(canonical(piece.name), parameter, lane, index)
+        for lane in runtime.lanes
+        for index, (piece, parameter) in enumerate(zip(lane.layout.pieces, lane.parameters, strict=True))
+    ]
+    ignored = {id(p) for p in runtime.ignored}
+    found += [Site(canonical(n), p) for n, p in model.named_parameters() if id(p) in ignored]
+    return found
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the state, each once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[canonical(f"{prefix}.{name}".lstrip("."))] = buffer
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Other names of a tensor: the one it is stored under."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for named in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in named:
+            stored = first.setdefault(id(tensor), canonical(name))
+            if stored != canonical(name):
+                tied[canonical(name)] = stored
+    return tied
+
+
+def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield canonical(name), module
+
+
+def elements_of(site: Site, local: torch.Tensor, dtype: torch.dtype | None = None) -> Held:
+    """`local` has the parameter's shape on this rank: it, or a state of its optimizer."""
+    assert site.lane is not None
+    lane, piece, comm = site.lane, site.piece, site.lane.comm
+    start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
+    if piece.order != tuple(range(len(piece.shape))):
+        values = _row_major(site, local)[start:stop]
+    elif lane.whole_at_rest:
+        values = local.detach().reshape(-1)[start:stop]
+    else:
+        first, _ = lane.layout.kept(piece, comm.rank)
+        values = local.detach().reshape(-1)[start - first : stop - first]
+    return Held(Tensor(site.name, dtype or local.dtype, piece.shape), start, stop, values)
+
+
+def _row_major(site: Site, local: torch.Tensor) -> torch.Tensor:
+    """The whole value, row-major, of a parameter that lies otherwise in memory (channels-last, say).
+
+    Its elements on this rank are no interval of the file, so the ranks bring them together: a collective.
+    """
+    lane, piece = site.lane, site.piece
+    assert lane is not None
+    if lane.whole_at_rest:
+        return local.detach().contiguous().view(-1)
+    whole = torch.zeros(lane.layout.total, dtype=local.dtype, device=local.device)
+    own = whole.view(lane.comm.ranks, -1)[lane.comm.rank]
+    start, stop = lane.layout.in_shard(piece, lane.comm.rank)
+    own[start:stop].copy_(local.detach().reshape(-1))
+    operation = lane.comm.gather(as_bytes(whole), as_bytes(own), lane.unit)
+    if operation is not None:
+        operation.wait()
+    return piece_view(whole, piece).contiguous().view(-1)
+
+
+def take_model(contents: Contents, runtime: Runtime, model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Parameters, buffers and extra state of a sharded model. `dtype` is that of floating point values."""
+    for site in sites(runtime, model):
+        stored = _stored_dtype(site.parameter.dtype, dtype)
+        if site.lane is None:
+            _add_whole(contents.model, contents, site.name, site.parameter, runtime, stored)
+        else:
+            contents.model.append(elements_of(site, site.parameter, stored))
+    for name, buffer in buffers(model).items():
+        _add_whole(contents.model, contents, name, buffer, runtime, buffer.dtype)
+    contents.tied = tied_names(model)
+    encoder = Encoder()
+    for name, module in modules_with_state(model):
+        contents.modules[name] = encoder.encode(module.get_extra_state(), f"extra state of {name!r}")
+    if encoder.tensors:
+        raise CheckpointError(
+            f"{next(iter(encoder.tensors))} holds a large tensor", "Register it as a buffer of the module."
+        )
+
+
+def _stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _add_whole(
+    into: list[Held], contents: Contents, name: str, value: torch.Tensor, runtime: Runtime, dtype: torch.dtype
+) -> None:
+    plain = value.detach().contiguous().reshape(-1)
+    mine = plain.numel() if runtime.comm.world_rank == runtime.comm.members[0] else 0
+    into.append(Held(Tensor(name, dtype, tuple(value.shape)), 0, mine, plain[:mine]))
+    contents.whole[("" if into is contents.model else "optimizer/") + name] = value.detach()
+
+
+def take_optimizer(
+    contents: Contents, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Groups and state of an optimizer, by the names of the parameters."""
+    known = {id(site.parameter): site for site in sites(runtime, model)}
+    groups: list[Tree] = []
+    order: list[Site] = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = [_site_of(known, p, optimizer, index) for p in group["params"]]
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append(
+            {
+                "parameters": [site.name for site in members],
+                "options": contents.encoder.encode(options, f"group {index} of the optimizer"),
+            }
+        )
+        order += members
+    scalars = _scalar_keys(order, optimizer)
+    position = {key: i for i, key in enumerate(known)}
+    order.sort(key=lambda site: position[id(site.parameter)])
+    keys = dict.fromkeys(key for site in order for key in optimizer.state.get(site.parameter, {}))
+    state: dict[str, dict[str, Tree]] = {
+        site.name: {} for site in order if optimizer.state.get(site.parameter)
+    }
+    for key in keys:  # key by key, so that neighbours in a lane are neighbours in the file
+        for site in order:
+            held = optimizer.state.get(site.parameter, {})
+            if key in held:
+                state[site.name][key] = _take_state(contents, runtime, site, key, held[key], key in scalars)
+    contents.optimizer_state = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def _site_of(known: dict[int, Site], parameter: Any, optimizer: torch.optim.Optimizer, group: int) -> Site:
+    site = known.get(id(parameter))
+    if site is None:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group}) "
+            "that the model does not own",
+            "Save the optimizer of this model: build it from model.parameters().",
+        )
+    return site
+
+
+def _scalar_keys(order: list[Site], optimizer: torch.optim.Optimizer) -> set[str]:
+    """Keys such as 'step': one number for a parameter, whatever its shape."""
+    found = {"step"}
+    for site in order:
+        for key, value in optimizer.state.get(site.parameter, {}).items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"the optimizer keeps state of {site.name!r} under {key!r}, which is not a text",
+                    "Use texts as names of optimizer state.",
+                )
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and site.parameter.dim() > 0:
+                found.add(key)
+    return found
+
+
+def _take_state(contents: Contents, runtime: Runtime, site: Site, key: str, value: Any, scalar: bool) -> Tree:
+    name = f"{site.name}.{key}"
+    if not isinstance(value, torch.Tensor):
+        return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
+    headers.check_dtype(name, value.dtype)
+    device = "host" if value.device.type == "cpu" else "device"
+    if scalar and value.numel() == 1:
+        _add_whole(contents.optimizer, contents, name, value, runtime, value.dtype)
+        return {"kind": "scalar", "device": device}
+    if value.shape != site.parameter.shape:
+        contents.own[name] = {"interval": interval(site), "value": contents.encoder.encode(value, name)}
+        return {"kind": "own", "device": device}
+    if site.lane is None:
+        _add_whole(contents.optimizer, contents, name, value, runtime, value.dtype)
+    else:
+        held = elements_of(site, value)
+        contents.optimizer.append(
+            Held(Tensor(name, value.dtype, held.tensor.shape), held.start, held.stop, held.values)
+        )
+    return {"kind": "elements", "device": device}
+
+
+def interval(site: Site) -> list[int]:
+    """The elements of its parameter that such state belongs to."""
+    if site.lane is None or site.lane.whole_at_rest:
+        return [0, site.parameter.numel()]
+    return list(site.lane.layout.kept(site.piece, site.lane.comm.rank))
+
+
+def differing(contents: Contents, first: dict[str, int], encoder: Encoder) -> dict[str, Tree]:
+    """Whole values that are not the first rank's, by name: this rank's own, for a load on as many ranks."""
+    return {
+        name: encoder.encode(value, name)
+        for name, value in contents.whole.items()
+        if digest(value) != first.get(name)
+    }
+
+
+def digest(value: torch.Tensor) -> int:
+    return checksum(as_bytes(value.detach().cpu().contiguous()).numpy().data)

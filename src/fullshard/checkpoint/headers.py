@@ -1,0 +1,166 @@
+"""The header of a safetensors file: written from a plan, read with suspicion.
+
+    8 bytes   n, the header's length, little-endian
+    n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
+    the rest  the tensors' bytes, row-major, without gaps
+
+A header is read from a file that may be anything: every number is checked before it is used, and nothing
+is allocated because a header says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+
+MAX_HEADER_BYTES = 64 * 2**20
+_ALIGN_BYTES = 64
+_REMEDY = "The file is damaged or not a safetensors file; use another copy of it."
+
+_CODES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, name in {
+        "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+        "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+        "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64",
+        "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    }.items()
+    if hasattr(torch, name)
+}  # fmt: skip
+_NAMES = {dtype: code for code, dtype in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a file holds under a name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name!r} has dtype {dtype}, which safetensors cannot hold",
+            "Convert it before saving, or leave it out.",
+        )
+
+
+def build(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file with these tensors, and where in the file each one begins."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        check_dtype(tensor.name, tensor.dtype)
+        end = begin + tensor.size_bytes
+        offsets = [begin, end]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGN_BYTES) * _ALIGN_BYTES - 8)  # data begins aligned
+    head = len(text).to_bytes(8, "little") + text
+    starts = {t.name: len(head) + int(header[t.name]["data_offsets"][0]) for t in tensors}
+    return head, starts
+
+
+def read(
+    file: str, size_bytes: int, read_at: Callable[[int, int], bytes]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors by name, and where each one's bytes begin. `read_at(begin, end)` gives the file's bytes."""
+    if size_bytes < 8:
+        raise CheckpointError(f"{file!r} has {size_bytes} bytes, too few for a safetensors file", _REMEDY)
+    length = int.from_bytes(read_at(0, 8), "little")
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise CheckpointError(
+            f"{file!r} claims a header of {length} bytes; the file has {size_bytes}", _REMEDY
+        )
+    header = parse_json(file, read_at(8, 8 + length))
+    if not isinstance(header, dict):
+        raise CheckpointError(f"the header of {file!r} is not an object", _REMEDY)
+    header.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, value in header.items():
+        tensors[name], begin, end = _tensor(file, name, value)
+        spans.append((begin, end, name))
+    _check_spans(file, sorted(spans), size_bytes - 8 - length)
+    return tensors, {name: 8 + length + begin for begin, _, name in spans}
+
+
+def _tensor(file: str, name: str, value: Any) -> tuple[Tensor, int, int]:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"tensor {name[:200]!r} in {file!r} {why}", _REMEDY)
+
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise refuse("is not described by dtype, shape and data_offsets")
+    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(code, str) or code not in _CODES:
+        raise refuse(f"has the unknown dtype {str(code)[:40]!r}")
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(is_count, shape)):
+        raise refuse("has a shape that is not a list of counts")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise refuse("has data_offsets that are not two counts")
+    tensor = Tensor(name, _CODES[code], tuple(shape))
+    if offsets[1] - offsets[0] != tensor.size_bytes:
+        raise refuse(f"has {offsets[1] - offsets[0]} bytes; its shape and dtype need {tensor.size_bytes}")
+    return tensor, offsets[0], offsets[1]
+
+
+def _check_spans(file: str, spans: Iterable[tuple[int, int, str]], data_bytes: int) -> None:
+    at = 0
+    for begin, end, name in spans:
+        if begin != at:
+            what = "overlaps the one before it" if begin < at else "leaves a gap before it"
+            raise CheckpointError(f"tensor {name[:200]!r} in {file!r} {what}", _REMEDY)
+        at = end
+    if at != data_bytes:
+        raise CheckpointError(
+            f"{file!r} has {data_bytes} bytes of tensors, its header describes {at}: it was cut short, or "
+            "something was appended",
+            _REMEDY,
+        )
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**60
+
+
+def parse_json(file: str, data: bytes) -> Any:
+    """JSON as the standard has it: no name twice, no NaN, no depth that breaks the reader."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{file!r} names {twice[:200]!r} twice", _REMEDY)
+        return found
+
+    def refuse(text: str) -> Any:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
+        raise CheckpointError(f"{file!r} is not valid JSON: {str(error)[:200]}", _REMEDY) from None

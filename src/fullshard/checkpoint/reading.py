@@ -1,0 +1,294 @@
+"""A checkpoint's bytes, read by whole blocks, each checked before it is used.
+
+A reader says first what it will need (`want`), then all of it is read and checked (`verify`), and only then
+is anything handed out (`read_into`). What was checked is kept in memory as far as the budget goes; the rest
+is read again when it is needed, and checked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard.checkpoint import headers
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.files import failed
+from fullshard.checkpoint.headers import Tensor
+from fullshard.checkpoint.manifest import FileRecord
+from fullshard.collectives import as_bytes
+from fullshard.errors import CheckpointError
+
+CHUNK_BYTES = 16 * 2**20  # read at once
+_OPEN_FILES = 64
+_REMEDY = "The checkpoint is damaged; use another one, and have the disk looked at."
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a tensor lie in `file` from byte `begin` on."""
+
+    start: int
+    stop: int
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor and where its elements are; spans follow each other from 0 to its last element."""
+
+    tensor: Tensor
+    spans: tuple[Span, ...]
+
+    def ranges(self, start: int, stop: int) -> Iterable[tuple[Span, int, int]]:
+        """The spans that hold elements [start, stop), each with the part of it that does."""
+        for span in self.spans:
+            low, high = max(start, span.start), min(stop, span.stop)
+            if low < high:
+                yield span, low, high
+
+
+class Blocks:
+    """The files of one folder. With `records` every block read is checked against them."""
+
+    def __init__(self, folder: Path, records: Mapping[str, FileRecord] | None, block_bytes: int) -> None:
+        self._folder, self._records, self.block_bytes = folder, records, block_bytes
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)  # blocks, half-open
+        self._kept: dict[str, tuple[list[int], list[np.ndarray[Any, Any]]]] = {}
+
+    def close(self) -> None:
+        self._kept.clear()
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def size(self, file: str) -> int:
+        """Its size; for a checked file, the one it must have."""
+        if file not in self._sizes:
+            try:
+                size = os.fstat(self._descriptor(file)).st_size
+            except OSError as error:
+                raise failed(f"cannot read {self.name(file)}", error) from error
+            record = self._records.get(file) if self._records is not None else None
+            if self._records is not None and record is None:
+                raise CheckpointError(f"the manifest does not name {self.name(file)}", _REMEDY)
+            if record is not None and record.size_bytes != size:
+                what = "cut short" if size < record.size_bytes else "appended to"
+                raise CheckpointError(
+                    f"{self.name(file)} has {size} bytes and must have {record.size_bytes}: it was {what}",
+                    _REMEDY,
+                )
+            self._sizes[file] = size
+        return self._sizes[file]
+
+    def name(self, file: str) -> str:
+        return repr(str(self._folder / file))
+
+    # ---- in the order of use
+
+    def want(self, file: str, begin: int, end: int) -> None:
+        if begin < end:
+            size = self.block_bytes
+            self._wanted[file].append((begin // size, -(-end // size)))
+
+    def verify(self, budget_bytes: int) -> None:
+        """Read and check every block that is wanted; keep what fits in the budget."""
+        wanted, self._wanted = self._wanted, defaultdict(list)
+        for file, runs in sorted(wanted.items()):
+            size = self.size(file)
+            if self._records is None:
+                continue  # nothing to check them with
+            for first, last in _merged(runs):
+                begin, end = first * self.block_bytes, min(last * self.block_bytes, size)
+                for at in range(begin, end, self._chunk):
+                    data = self._checked(file, at, min(at + self._chunk, end))
+                    budget_bytes -= len(data)
+                    if budget_bytes >= 0:
+                        self._keep(file, at, data)
+
+    def read_into(self, file: str, begin: int, end: int, out: np.ndarray[Any, Any]) -> None:
+        """Bytes [begin, end) of a file."""
+        starts, chunks = self._kept.get(file, ([], []))
+        at = begin
+        while at < end:
+            index = bisect_right(starts, at) - 1
+            if index >= 0 and at < starts[index] + len(chunks[index]):
+                chunk_begin, chunk = starts[index], chunks[index]
+            else:
+                chunk_begin, chunk = self._read_around(file, at, end)
+            stop = min(end, chunk_begin + len(chunk))
+            out[at - begin : stop - begin] = chunk[at - chunk_begin : stop - chunk_begin]
+            at = stop
+
+    def bytes(self, file: str, begin: int, end: int) -> bytes:
+        out = np.empty(end - begin, np.uint8)
+        if self.size(file) < end:
+            raise CheckpointError(f"{self.name(file)} ends before byte {end}", _REMEDY)
+        self.read_into(file, begin, end, out)
+        return out.tobytes()
+
+    # ---- inside
+
+    @property
+    def _chunk(self) -> int:
+        return max(1, CHUNK_BYTES // self.block_bytes) * self.block_bytes
+
+    def _keep(self, file: str, at: int, data: np.ndarray[Any, Any]) -> None:
+        starts, chunks = self._kept.setdefault(file, ([], []))
+        index = bisect_right(starts, at)
+        starts.insert(index, at)
+        chunks.insert(index, data)
+
+    def _read_around(self, file: str, at: int, end: int) -> tuple[int, np.ndarray[Any, Any]]:
+        size = self.block_bytes
+        begin = at // size * size if self._records is not None else at
+        stop = min(begin + self._chunk, -(-end // size) * size, self.size(file))
+        return begin, self._checked(file, begin, stop)
+
+    def _checked(self, file: str, begin: int, end: int) -> np.ndarray[Any, Any]:
+        data = np.empty(end - begin, np.uint8)
+        try:
+            self._read(self._descriptor(file), begin, memoryview(data.data))
+        except OSError as error:
+            raise failed(f"cannot read {self.name(file)}", error) from error
+        if self._records is not None:
+            size, expected = self.block_bytes, self._records[file].blocks
+            for at in range(begin, end, size):
+                if checksum(data[at - begin : at - begin + size]) != expected[at // size]:
+                    raise CheckpointError(
+                        f"{self.name(file)}: bytes {at} to {min(at + size, end)} are not those that were "
+                        "written: their checksum differs",
+                        _REMEDY,
+                    )
+        return data
+
+    def _read(self, descriptor: int, begin: int, out: memoryview) -> None:
+        at = 0
+        while at < len(out):
+            count = os.preadv(descriptor, [out[at:]], begin + at)
+            if count == 0:
+                raise OSError(None, "it was cut short while it was read")
+            at += count
+
+    def _descriptor(self, file: str) -> int:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        while len(self._open) >= _OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        path = self._folder / file
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise OSError(None, "it is not a file")
+        self._open[file] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return descriptor
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+class Source:
+    """A checkpoint opened for reading: tensors of the model and of the optimizer by name."""
+
+    def __init__(self, folder: Path, blocks: Blocks) -> None:
+        self.folder, self.blocks = folder, blocks
+        self.model: dict[str, Stored] = {}
+        self.optimizer: dict[str, Stored] = {}
+
+    def close(self) -> None:
+        self.blocks.close()
+
+    def want(self, stored: Stored, start: int, stop: int) -> None:
+        for span, low, high in stored.ranges(start, stop):
+            begin, end = _bytes_of(stored, span, low, high)
+            self.blocks.want(span.file, begin, end)
+
+    def read(self, stored: Stored, start: int, stop: int, out: torch.Tensor) -> None:
+        """Elements [start, stop) into `out`, flat, on any device, cast to its dtype."""
+        same = out.device.type == "cpu" and out.dtype == stored.tensor.dtype and out.is_contiguous()
+        itemsize = stored.tensor.dtype.itemsize
+        for span, low, high in stored.ranges(start, stop):
+            if same:
+                begin, end = _bytes_of(stored, span, low, high)
+                place = as_bytes(out[low - start : high - start]).numpy()
+                self.blocks.read_into(span.file, begin, end, place)
+                continue
+            step = max(1, CHUNK_BYTES // itemsize)
+            for at in range(low, high, step):
+                stop_at = min(at + step, high)
+                begin, end = _bytes_of(stored, span, at, stop_at)
+                part = torch.empty(stop_at - at, dtype=stored.tensor.dtype)
+                self.blocks.read_into(span.file, begin, end, as_bytes(part).numpy())
+                out[at - start : stop_at - start].copy_(part)
+
+    def read_whole(self, stored: Stored) -> torch.Tensor:
+        value = torch.empty(stored.tensor.num_elements, dtype=stored.tensor.dtype)
+        self.read(stored, 0, stored.tensor.num_elements, value)
+        return value.view(stored.tensor.shape)
+
+
+class Foreign(Source):
+    """A checkpoint that somebody else's library wrote: no manifest, so only what it says can be checked."""
+
+    tied: Mapping[str, str] = MappingProxyType({})
+
+    def fit(self, model: nn.Module, names: set[str]) -> None:
+        """Give the tensors in `model` the names that this model uses, where its own differ in a known way."""
+
+    def optimizer_load(self, runtime: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+        """What plans and applies the optimizer's state, as OptimizerLoad does."""
+        raise CheckpointError(
+            f"{str(self.folder)!r} holds no optimizer state", "Load it without the optimizer."
+        )
+
+
+def _bytes_of(stored: Stored, span: Span, start: int, stop: int) -> tuple[int, int]:
+    itemsize = stored.tensor.dtype.itemsize
+    return span.begin + (start - span.start) * itemsize, span.begin + (stop - span.start) * itemsize
+
+
+def whole_tensors(blocks: Blocks, file: str) -> dict[str, Stored]:
+    """The tensors of one safetensors file."""
+    tensors, begins = headers.read(
+        blocks.name(file), blocks.size(file), lambda begin, end: blocks.bytes(file, begin, end)
+    )
+    return {
+        name: Stored(tensor, (Span(0, tensor.num_elements, file, begins[name]),))
+        for name, tensor in tensors.items()
+    }
+
+
+def add_once(into: dict[str, Stored], found: Mapping[str, Stored], file: str) -> None:
+    for name, stored in found.items():
+        if name in into:
+            other = into[name].spans[0].file if into[name].spans else "another file"
+            raise CheckpointError(f"tensor {name!r} is in {file!r} and in {other!r}", _REMEDY)
+        into[name] = stored
+
+
+def available_bytes() -> int:
+    """Host memory that could be used now; a modest guess where the system does not say."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 2**30
