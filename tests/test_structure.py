@@ -101,7 +101,15 @@ def test_import_needs_torch_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/design.md", "docs/simulation.md", "docs/benchmarks.md", "CHANGELOG.md"]
+    "document",
+    [
+        "README.md",
+        "docs/design.md",
+        "docs/simulation.md",
+        "docs/benchmarks.md",
+        "docs/checkpoint-format.md",
+        "CHANGELOG.md",
+    ],
 )
 def test_relative_links_of_a_document_lead_somewhere(document: str) -> None:
     path = ROOT / document

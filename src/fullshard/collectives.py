@@ -337,6 +337,10 @@ def start() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else launch().rank
+
+
 def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch().ranks
 

@@ -72,12 +72,16 @@ class Waiter:
             self.records.end(channel, number)
             return
         records = self.records
+        begun = time.monotonic()
         if work.is_completed():
-            work.wait()  # raises what went wrong, if anything did
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._still_waiting(error, channel, number, begun, None)
+                raise
             records.end(channel, number)
             return
         records.wait_begin(channel, number)
-        begun = time.monotonic()
         try:
             while True:
                 try:

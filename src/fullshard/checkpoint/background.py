@@ -7,23 +7,23 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fullshard.agreements import Council
 from fullshard.errors import CheckpointError, FullshardError
 
 _log = logging.getLogger("fullshard")
+_under_way: list[Saving] = []  # of any model: a load may want what another model is about to leave
 
 
 class Saving:
     """A save, done or under way. `wait` returns when the checkpoint is there, or raises what went wrong."""
 
-    def __init__(self, path: Path, run: Callable[[], None], background: bool, talk: Council) -> None:
+    def __init__(self, path: Path, run: Callable[[], None], background: bool) -> None:
         self.path = path
         self._error: FullshardError | None = None
         self._thread: threading.Thread | None = None
         if not background:
             run()
             return
-        talk.under_way = self
+        _under_way.append(self)
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, args=(run,), name="fullshard save", daemon=False)
         self._thread.start()
@@ -54,9 +54,7 @@ class Saving:
             _log.error("checkpoint %s was not saved: %s", self.path, self._error)
 
 
-def finish_earlier(talk: Council) -> None:
-    """Wait for the save before this one; if it failed, raise its error on all ranks."""
-    earlier = talk.under_way
-    if earlier is not None:
-        talk.under_way = None
-        earlier.wait()
+def finish_earlier() -> None:
+    """Wait for the saves before this one; if one failed, raise its error, as all its ranks do."""
+    while _under_way:
+        _under_way.pop(0).wait()

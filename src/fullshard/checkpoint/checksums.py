@@ -7,7 +7,6 @@ others wrote, and pieces that leave a gap or overlap are found before anything i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,11 @@ import numpy.typing as npt
 
 from fullshard.errors import CheckpointError
 
+try:  # the same CRC-32, nine times as fast; the extra `speed` installs it
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
 BLOCK_BYTES = 2**20
 _POLYNOMIAL = np.uint32(0xEDB88320)
 PIECE = np.dtype([("block", "<u8"), ("start", "<u4"), ("length", "<u4"), ("crc", "<u4")])
@@ -23,7 +27,7 @@ Pieces = npt.NDArray[Any]
 
 
 def checksum(data: Any) -> int:
-    return zlib.crc32(data)
+    return crc32(data)
 
 
 class Tally:
@@ -45,16 +49,16 @@ class Tally:
         if self._pieces:
             last_block, last_start, last_length, crc = self._pieces[-1]
             if last_block == block and last_start + last_length == start:  # goes on where the last one ended
-                self._pieces[-1] = (block, last_start, last_length + length, zlib.crc32(data, crc))
+                self._pieces[-1] = (block, last_start, last_length + length, crc32(data, crc))
                 return
-        self._pieces.append((block, start, length, zlib.crc32(data)))
+        self._pieces.append((block, start, length, crc32(data)))
 
     def pieces(self) -> Pieces:
         return np.array(self._pieces, dtype=PIECE)
 
 
 def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
-    return [zlib.crc32(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
+    return [crc32(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
 
 
 def join(file: str, pieces: Sequence[Pieces], size_bytes: int, block_bytes: int) -> list[int]:

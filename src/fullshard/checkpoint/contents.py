@@ -7,6 +7,7 @@ in their tree.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,10 @@ from torch import nn
 from fullshard.checkpoint import headers
 from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.values import Encoder, Tree
+from fullshard.checkpoint.values import MAX_INLINE_BYTES, Encoder, Tree, dense
 from fullshard.collectives import as_bytes
 from fullshard.errors import CheckpointError
+from fullshard.gradients import plainly
 from fullshard.layout import Piece
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane, piece_view
@@ -119,13 +121,19 @@ def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield canonical(name), module
 
 
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """SGD's momentum begins as a copy of the gradient, and is of the gradient's type ever after."""
+    with plainly():
+        return value.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return,unused-ignore]
+
+
 def elements_of(site: Site, local: torch.Tensor, dtype: torch.dtype | None = None) -> Held:
     """`local` has the parameter's shape on this rank: it, or a state of its optimizer."""
     assert site.lane is not None
     lane, piece, comm = site.lane, site.piece, site.lane.comm
     start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
     if piece.order != tuple(range(len(piece.shape))):
-        values = _row_major(site, local)[start:stop]
+        values = _row_major(site, local)[start:stop].clone()  # the whole goes at once
     elif lane.whole_at_rest:
         values = local.detach().reshape(-1)[start:stop]
     else:
@@ -164,7 +172,7 @@ def take_model(contents: Contents, runtime: Runtime, model: nn.Module, dtype: to
     for name, buffer in buffers(model).items():
         _add_whole(contents.model, contents, name, buffer, runtime, buffer.dtype)
     contents.tied = tied_names(model)
-    encoder = Encoder()
+    encoder = Encoder(MAX_INLINE_BYTES)
     for name, module in modules_with_state(model):
         contents.modules[name] = encoder.encode(module.get_extra_state(), f"extra state of {name!r}")
     if encoder.tensors:
@@ -180,7 +188,7 @@ def _stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _add_whole(
     into: list[Held], contents: Contents, name: str, value: torch.Tensor, runtime: Runtime, dtype: torch.dtype
 ) -> None:
-    plain = value.detach().contiguous().reshape(-1)
+    plain = dense(value).view(-1)
     mine = plain.numel() if runtime.comm.world_rank == runtime.comm.members[0] else 0
     into.append(Held(Tensor(name, dtype, tuple(value.shape)), 0, mine, plain[:mine]))
     contents.whole[("" if into is contents.model else "optimizer/") + name] = value.detach()
@@ -203,7 +211,7 @@ def take_optimizer(
             }
         )
         order += members
-    scalars = _scalar_keys(order, optimizer)
+    kinds = _kinds(order, optimizer)
     position = {key: i for i, key in enumerate(known)}
     order.sort(key=lambda site: position[id(site.parameter)])
     keys = dict.fromkeys(key for site in order for key in optimizer.state.get(site.parameter, {}))
@@ -214,7 +222,7 @@ def take_optimizer(
         for site in order:
             held = optimizer.state.get(site.parameter, {})
             if key in held:
-                state[site.name][key] = _take_state(contents, runtime, site, key, held[key], key in scalars)
+                state[site.name][key] = _take_state(contents, runtime, site, key, held[key], kinds.get(key))
     contents.optimizer_state = {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
@@ -229,9 +237,12 @@ def _site_of(known: dict[int, Site], parameter: Any, optimizer: torch.optim.Opti
     return site
 
 
-def _scalar_keys(order: list[Site], optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys such as 'step': one number for a parameter, whatever its shape."""
-    found = {"step"}
+def _kinds(order: list[Site], optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Keys that are 'scalar', one number for a parameter whatever its shape, or a rank's 'own'.
+
+    By key, not by parameter: a rank with none of a parameter's elements takes anything for its shape.
+    """
+    found = {"step": "scalar"}
     for site in order:
         for key, value in optimizer.state.get(site.parameter, {}).items():
             if not isinstance(key, str):
@@ -240,20 +251,25 @@ def _scalar_keys(order: list[Site], optimizer: torch.optim.Optimizer) -> set[str
                     "Use texts as names of optimizer state.",
                 )
             if isinstance(value, torch.Tensor) and value.dim() == 0 and site.parameter.dim() > 0:
-                found.add(key)
+                found[key] = "scalar"
+            elif isinstance(value, torch.Tensor) and value.shape != site.parameter.shape:
+                found.setdefault(key, "own")
     return found
 
 
-def _take_state(contents: Contents, runtime: Runtime, site: Site, key: str, value: Any, scalar: bool) -> Tree:
+def _take_state(
+    contents: Contents, runtime: Runtime, site: Site, key: str, value: Any, kind: str | None
+) -> Tree:
     name = f"{site.name}.{key}"
     if not isinstance(value, torch.Tensor):
         return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
+    value = plain(value)
     headers.check_dtype(name, value.dtype)
     device = "host" if value.device.type == "cpu" else "device"
-    if scalar and value.numel() == 1:
+    if kind == "scalar" and value.numel() == 1:
         _add_whole(contents.optimizer, contents, name, value, runtime, value.dtype)
         return {"kind": "scalar", "device": device}
-    if value.shape != site.parameter.shape:
+    if kind == "own" or value.shape != site.parameter.shape:
         contents.own[name] = {"interval": interval(site), "value": contents.encoder.encode(value, name)}
         return {"kind": "own", "device": device}
     if site.lane is None:
@@ -282,5 +298,10 @@ def differing(contents: Contents, first: dict[str, int], encoder: Encoder) -> di
     }
 
 
+def module_digests(contents: Contents) -> dict[str, int]:
+    """Of each module's extra state."""
+    return {f"module/{name}": checksum(json.dumps(tree).encode()) for name, tree in contents.modules.items()}
+
+
 def digest(value: torch.Tensor) -> int:
-    return checksum(as_bytes(value.detach().cpu().contiguous()).numpy().data)
+    return checksum(as_bytes(dense(value).cpu()).numpy().data)

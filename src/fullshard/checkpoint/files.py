@@ -5,16 +5,20 @@ Nothing is believed to be on disk before `sync`, and no folder entry before `syn
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 from fullshard.errors import CheckpointError
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 _HERE = -100  # AT_FDCWD
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_AHEAD_BYTES = 8 * 2**20
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save elsewhere; what was there before is untouched.",
     errno.EDQUOT: "Free space there, or save elsewhere; what was there before is untouched.",
@@ -24,10 +28,24 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only; save elsewhere.",
     errno.ENOENT: "Make the folder first, and check that every rank sees it.",
 }
+_READ_REMEDIES = {
+    errno.ENOENT: "A file is missing: the checkpoint is damaged; use another one.",
+    errno.EACCES: "Give this user the right to read it.",
+    errno.EPERM: "Give this user the right to read it.",
+    errno.EIO: "The disk fails; use another copy, and have the disk looked at.",
+}
+
+
+def unreadable(file: str, error: OSError) -> CheckpointError:
+    """A file of a checkpoint that the system does not let us read."""
+    remedy = _READ_REMEDIES.get(error.errno or 0, "See the system's message; use another checkpoint.")
+    found = CheckpointError(f"cannot read {file}: {error.strerror or error}", remedy)
+    found.__cause__ = error
+    return found
 
 
 def failed(what: str, error: OSError) -> CheckpointError:
-    """An error of the system's, with the file and what to do."""
+    """An error of the system's while writing, with the file and what to do."""
     remedy = _REMEDIES.get(error.errno or 0, "See the system's message.")
     found = CheckpointError(f"{what}: {error.strerror or error}", remedy)
     found.__cause__ = error
@@ -39,11 +57,20 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._begun = self._written = 0  # what the system was not yet asked to put on disk
 
     def write_at(self, offset: int, data: memoryview) -> None:
         at = 0
         while at < len(data):
             at += os.pwrite(self._descriptor, data[at:], offset + at)
+        if offset != self._written:
+            self._begun = offset
+        self._written = offset + at
+        if self._written - self._begun >= _AHEAD_BYTES and _sync_file_range is not None:
+            # Begin now, so that the disk works while the next checksums are computed; `sync` waits.
+            length = self._written - self._begun
+            _sync_file_range(self._descriptor, self._begun, length, _BEGIN_WRITING)
+            self._begun = self._written
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -108,8 +135,20 @@ class Disk:
         path.rmdir()
 
 
+def make_parents(disk: Disk, folder: Path) -> None:
+    """Make a folder and those above it, where they are missing, on disk when this returns."""
+    if not folder.is_dir():
+        make_parents(disk, folder.parent)
+        with contextlib.suppress(FileExistsError):  # another save had the same thought
+            disk.make_folder(folder)
+        disk.sync_folder(folder.parent)
+
+
 def remove_tree(disk: Disk, folder: Path, first: str) -> None:
     """Remove a folder; the file named `first` goes first, for without it the rest counts for nothing."""
+    if folder.is_symlink():  # what it leads to is not ours
+        disk.remove(folder)
+        return
     if (folder / first).exists():
         disk.remove(folder / first)
         disk.sync_folder(folder)
@@ -142,15 +181,25 @@ class FolderLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        os.close(self._descriptor)
+        """May be called twice: a save that fails after its commit gives up what is no longer held."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def _load_renameat2() -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
+def _from_libc(name: str, *arguments: Any) -> Any:
+    """A function that Python does not offer; None where the system has it not."""
     try:
-        return getattr(ctypes.CDLL(None), "renameat2", None)
+        function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     except OSError:
         return None
+    if function is not None:
+        function.argtypes = arguments
+    return function
 
 
-_renameat2 = _load_renameat2()
+_renameat2 = _from_libc(
+    "renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+)
+_sync_file_range = _from_libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 disk = Disk()

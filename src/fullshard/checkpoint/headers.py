@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,9 +64,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def build(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file with these tensors, and where in the file each one begins."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def build(tensors: Sequence[Tensor], needs: str = "") -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file with these tensors, and where in the file each one begins.
+
+    `needs` names the file without which this one should not be trusted.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | ({"needs": needs} if needs else {})}
     begin = 0
     for tensor in tensors:
         check_dtype(tensor.name, tensor.dtype)
@@ -85,10 +88,16 @@ def build(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
     return head, starts
 
 
-def read(
-    file: str, size_bytes: int, read_at: Callable[[int, int], bytes]
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Tensors by name, and where each one's bytes begin. `read_at(begin, end)` gives the file's bytes."""
+class Header(NamedTuple):
+    """What a header says."""
+
+    tensors: dict[str, Tensor]
+    begins: dict[str, int]  # where in the file each one's bytes begin
+    needs: str  # the file without which this one should not be trusted, if it names one
+
+
+def read(file: str, size_bytes: int, read_at: Callable[[int, int], bytes]) -> Header:
+    """The header of a file of that size. `read_at(begin, end)` gives the file's bytes."""
     if size_bytes < 8:
         raise CheckpointError(f"{file!r} has {size_bytes} bytes, too few for a safetensors file", _REMEDY)
     length = int.from_bytes(read_at(0, 8), "little")
@@ -99,14 +108,16 @@ def read(
     header = parse_json(file, read_at(8, 8 + length))
     if not isinstance(header, dict):
         raise CheckpointError(f"the header of {file!r} is not an object", _REMEDY)
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise CheckpointError(f"the metadata of {file!r} are not texts by name", _REMEDY)
     tensors: dict[str, Tensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, value in header.items():
         tensors[name], begin, end = _tensor(file, name, value)
         spans.append((begin, end, name))
     _check_spans(file, sorted(spans), size_bytes - 8 - length)
-    return tensors, {name: 8 + length + begin for begin, _, name in spans}
+    return Header(tensors, {name: 8 + length + begin for begin, _, name in spans}, said.get("needs", ""))
 
 
 def _tensor(file: str, name: str, value: Any) -> tuple[Tensor, int, int]:

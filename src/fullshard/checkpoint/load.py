@@ -16,14 +16,13 @@ from fullshard.checkpoint.background import finish_earlier
 from fullshard.checkpoint.commit import find, is_checkpoint
 from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.optimizer_state import OptimizerLoad
-from fullshard.checkpoint.reading import Foreign, available_bytes
+from fullshard.checkpoint.reading import Foreign
 from fullshard.checkpoint.resume import Resume
-from fullshard.checkpoint.save import check_model
+from fullshard.checkpoint.save import agreed, check_model
 from fullshard.checkpoint.targets import Work, plan_model
 from fullshard.engine import runtime_of
-from fullshard.errors import RankMismatch
+from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.runtime import Runtime
-from fullshard.world import launch
 
 
 class Loaded(dict[str, Any]):
@@ -45,6 +44,9 @@ def load(
     before anything changes; an error leaves model and optimizer as they were. With an optimizer this is a
     resume: random numbers go on where they were, if there are as many ranks.
 
+    `path` may also be a Hugging Face folder, one .safetensors file, or a torch.distributed.checkpoint folder;
+    what checksums these have is checked, and there may be none.
+
     Returns what was saved as `extra`, a dict. Its `.notes` lists what was left as it was, and why; a warning
     says the same.
     strict: every tensor of the model must be there, and no other. False loads what is there.
@@ -52,10 +54,13 @@ def load(
     runtime = runtime_of(model)
     runtime.comm.meet("load")
     talk = council(runtime.comm)
-    finish_earlier(talk)
+    talk.together(finish_earlier, "finishing the save before this load")
     talk.together(lambda: check_model(runtime, model, optimizer, "load"), "checking what to load")
-    source = talk.together(lambda: _open(Path(path)), "opening a checkpoint")
+    source = talk.together(lambda: _open(Path(path), optimizer is not None), "opening a checkpoint")
     try:
+        foreign = isinstance(source, Foreign)
+        asked = {"strict": strict, "optimizer": type(optimizer).__name__, "format": type(source).__name__}
+        agreed(talk.tell(asked | {"path": os.path.abspath(path) if foreign else None}), "load")
         if isinstance(source, Foreign):
             return _load_foreign(talk, source, runtime, model, optimizer, strict)
         return _load(talk, source, runtime, model, optimizer, strict)
@@ -63,12 +68,12 @@ def load(
         source.close()
 
 
-def _open(path: Path) -> Checkpoint | Foreign:
+def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:
     if not is_checkpoint(find(path)):
         for here, opens in ((dcp.is_dcp, dcp.open_dcp), (hugging_face.is_model, hugging_face.open_model)):
             if here(path):
                 return opens(path)
-    return open_checkpoint(path)
+    return open_checkpoint(path, optimizer)
 
 
 def _load(
@@ -90,7 +95,7 @@ def _load(
         resume.plan(work)
         if state is not None:
             state.plan(work)
-        source.blocks.verify(available_bytes() // (2 * launch().local_ranks))
+        source.blocks.verify()
         resume.read(model)
 
     talk.together(plan, "checking a checkpoint")
@@ -109,6 +114,11 @@ def _load_foreign(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Loaded:
+    if len(set(talk.tell(source.fingerprint()))) > 1:
+        raise RankMismatch(
+            f"ranks see different tensors at {str(source.folder)!r}",
+            "Give every host a copy of the same files.",
+        )
     work = Work()
 
     def plan() -> Any:
@@ -118,14 +128,15 @@ def _load_foreign(
         state = None if optimizer is None else source.optimizer_load(runtime, optimizer, model)
         if state is not None:
             state.plan(work)
-        source.blocks.verify(0)
-        return state
+        extra = source.others(work, model)
+        source.blocks.verify()
+        return state, extra
 
-    state = talk.together(plan, "checking a checkpoint")
+    state, extra = talk.together(plan, "checking a checkpoint")
     apply(talk, work)
     if state is not None:
         state.apply()
-    return _said(talk, Loaded(), work.notes)
+    return _said(talk, Loaded(extra), work.notes)
 
 
 def _state(resume: Resume, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> OptimizerLoad | None:
@@ -136,9 +147,15 @@ def apply(talk: Council, work: Work) -> None:
     """Everything was checked: now tensors change."""
 
     def change() -> None:
-        with torch.no_grad():
-            for read in work.reads:
-                read()
+        try:
+            with torch.no_grad():
+                for read in work.reads:
+                    read()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error.what}. It was sound a moment ago; the model is partly loaded now",
+                "Load another checkpoint before you go on, and have the disk looked at.",
+            ) from error
 
     talk.together(change, "loading")
 

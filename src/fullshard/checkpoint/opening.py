@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from fullshard.checkpoint import commit
@@ -24,8 +25,11 @@ class Checkpoint(Source):
         return whole_tensors(self.blocks, file) if file in self.manifest.files else {}
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint that `fs.save` wrote. Nothing but the manifest and headers is read yet."""
+def open_checkpoint(path: Path, optimizer: bool = True) -> Checkpoint:
+    """Open a checkpoint that `fs.save` wrote. Nothing but the manifest and headers is read yet.
+
+    Without `optimizer` its files are not looked at: they may be damaged, or gone.
+    """
     folder = commit.find(path)
     if not commit.is_checkpoint(folder):
         raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no manifest", _hint(path))
@@ -33,8 +37,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     source = Checkpoint(folder, Blocks(folder, manifest.files, manifest.block_bytes))
     source.manifest = manifest
     try:
-        _find_tensors(source, manifest)
-        for file in manifest.files:
+        _find_tensors(source, manifest, ("model", "optimizer") if optimizer else ("model",))
+        passed_over = [] if optimizer else manifest.files_of("optimizer")
+        for file in sorted(set(manifest.files) - set(passed_over)):
             size = source.blocks.size(file)  # missing or cut short is found now
             if not file.endswith(".safetensors"):
                 source.blocks.want(file, 0, size)
@@ -53,11 +58,11 @@ def _hint(path: Path) -> str:
     return "A save that was not finished leaves none; fs.latest(root) finds the newest that was."
 
 
-def _find_tensors(source: Checkpoint, manifest: Manifest) -> None:
-    for kind, into, count in (
-        ("model", source.model, manifest.model),
-        ("optimizer", source.optimizer, manifest.optimizer),
-    ):
+def _find_tensors(source: Checkpoint, manifest: Manifest, kinds: Iterable[str]) -> None:
+    for kind in kinds:
+        into, count = (
+            (source.model, manifest.model) if kind == "model" else (source.optimizer, manifest.optimizer)
+        )
         for file in manifest.files_of(kind):
             add_once(into, whole_tensors(source.blocks, file), file)
         add_once(into, _from_parts(source.blocks, manifest, f"{kind}/"), "the parts")

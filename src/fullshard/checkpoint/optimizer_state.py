@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from fullshard.checkpoint import contents
 from fullshard.checkpoint.contents import Site
-from fullshard.checkpoint.resume import FIRST_FILE, Resume
+from fullshard.checkpoint.reading import Stored
+from fullshard.checkpoint.resume import FIRST_FILE, Resume, fitting
 from fullshard.checkpoint.targets import Work, check_shape, copy, listed, reader, whole_reader
 from fullshard.errors import CheckpointError
 
@@ -30,7 +32,7 @@ class OptimizerLoad:
 
     def plan(self, work: Work) -> None:
         saved_group = {name: i for i, g in enumerate(self._said["groups"]) for name in g["parameters"]}
-        decoded = [self._resume.decode(g["options"], FIRST_FILE) for g in self._said["groups"]]
+        decoded = [self._decoded(i) for i in range(len(self._said["groups"]))]
         here: set[str] = set()
         fresh: list[str] = []
         for group in self._optimizer.param_groups:
@@ -52,7 +54,8 @@ class OptimizerLoad:
     def apply(self) -> None:
         """After all reads: hand the new state over."""
         for group, options in self._options:
-            group.update({k: v for k, v in options.items() if k not in _IMPLEMENTATION})
+            kept = {k: v for k, v in options.items() if k not in _IMPLEMENTATION}
+            group.update({k: _beside(v, group.get(k)) for k, v in kept.items()})
         for parameter, state in self._state:
             if state:
                 self._optimizer.state[parameter] = state
@@ -68,6 +71,13 @@ class OptimizerLoad:
                 "Load into the optimizer of this model: build it from model.parameters().",
             )
         return site
+
+    def _decoded(self, index: int) -> dict[str, Any]:
+        """The options of a saved group."""
+        options = self._resume.decode(self._said["groups"][index]["options"], FIRST_FILE)
+        if not isinstance(options, dict) or not all(type(k) is str and k != "params" for k in options):
+            raise CheckpointError(f"the options of group {index} of the optimizer are malformed", _DAMAGED)
+        return options
 
     def _plan_group(self, group: dict[str, Any], saved: list[int], decoded: list[dict[str, Any]]) -> None:
         if not saved:
@@ -105,14 +115,16 @@ class OptimizerLoad:
         if stored is None:
             raise CheckpointError(f"optimizer state {name!r} is not in the files", _DAMAGED)
         whole = kind == "scalar"
-        shape = () if whole else tuple(site.parameter.shape) if site.lane is None else site.piece.shape
-        check_shape(self._resume.source, stored, shape if stored.tensor.shape or not whole else (), name)
+        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.shape
+        if whole:
+            shape = (1,) * min(len(stored.tensor.shape), 8)  # one number; some keep it in a tensor with dims
+        check_shape(self._resume.source, stored, shape, name)
         before = self._optimizer.state.get(site.parameter, {}).get(key)
-        dtype = stored.tensor.dtype
+        dtype = stored.tensor.dtype if whole else self._dtype(site, stored, before)
 
         def get() -> torch.Tensor:
             at_rest = torch.Size(shape) if whole else site.parameter.shape
-            usable = isinstance(before, torch.Tensor) and before.shape == at_rest
+            usable = type(before) is torch.Tensor and before.shape == at_rest
             if usable and before.dtype == dtype and before.device == device and before.is_contiguous():
                 state[key] = before
             elif whole:
@@ -124,28 +136,51 @@ class OptimizerLoad:
 
         own = self._resume.own_value(f"optimizer/{name}") if whole or site.lane is None else None
         if own is not None:
-            work.reads.append(lambda: copy(get(), own))
+            value = fitting(name, own, stored.tensor.shape, dtype)
+            work.reads.append(lambda: copy(get(), value))
         elif whole:
             whole_reader(work, self._resume.source, dtype, get)(stored)
         else:
             reader(work, self._resume.source, site, dtype, get)(stored)
 
+    def _dtype(self, site: Site, stored: Stored, before: Any) -> torch.dtype:
+        """Of a state with its parameter's shape: where it followed the parameter's dtype, it still does."""
+        saved, kept = self._resume.source.model.get(site.name), stored.tensor.dtype
+        wanted = kept
+        if isinstance(before, torch.Tensor):
+            wanted = before.dtype  # this optimizer's own choice
+        elif saved is not None and saved.tensor.dtype == kept:
+            wanted = site.parameter.dtype
+        return wanted if wanted.is_floating_point and kept.is_floating_point else kept
+
     def _device(self, group: dict[str, Any], site: Site, key: str, said: dict[str, Any]) -> torch.device:
         host = said.get("device") == "host" and said["kind"] == "scalar"
-        if key == "step":  # torch's own rule
+        if key == "step" and ("capturable" in group or "fused" in group):  # torch's own rule
             host = not (group.get("capturable") or group.get("fused"))
         return torch.device("cpu") if host else site.parameter.device
 
     def _own(self, site: Site, name: str) -> Any:
-        tree = self._resume.own_state(name)
-        if tree is None or tree.get("interval") != contents.interval(site):
+        found = self._resume.own_state(name, contents.interval(site))
+        if found is None:
             raise CheckpointError(
                 f"optimizer state {name!r} is not cut like its parameter (it is kept in blocks, say), so it "
                 "can be loaded only on as many ranks, with the same units, as it was saved on",
                 "Load with the ranks and options of the run that saved, or load without the optimizer.",
             )
-        value = self._resume.decode(tree["value"], self._resume.own_file)
+        value = self._resume.decode(*found)
         return value.to(site.parameter.device) if isinstance(value, torch.Tensor) else value
+
+
+def _beside(value: Any, before: Any) -> Any:
+    """An option of the group's own; a tensor lies where the one before it did.
+
+    Groups that were one may be several now, and schedulers fill tensors in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(before.device if isinstance(before, torch.Tensor) else value.device, copy=True)
+    if isinstance(value, tuple) and isinstance(before, tuple) and len(value) == len(before):
+        return tuple(map(_beside, value, before))
+    return deepcopy(value)
 
 
 def _checked(resume: Resume, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,6 +20,15 @@ def take(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check(state: dict[str, Any], device: torch.device) -> None:
+    """Raises what `put_back` would, and touches no generator that is in use."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.Generator(device).set_state(state["cuda"])
+
+
 def put_back(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

@@ -1,18 +1,18 @@
 """A checkpoint's bytes, read by whole blocks, each checked before it is used.
 
 A reader says first what it will need (`want`), then all of it is read and checked (`verify`), and only then
-is anything handed out (`read_into`). What was checked is kept in memory as far as the budget goes; the rest
-is read again when it is needed, and checked again.
+is anything handed out (`read_into`), which reads and checks it once more. Keeping what was checked instead
+took as much memory as the shards, and as long: the second time the system has it in its cache.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
-from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from torch import nn
 
 from fullshard.checkpoint import headers
 from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.files import failed
+from fullshard.checkpoint.files import unreadable
 from fullshard.checkpoint.headers import Tensor
 from fullshard.checkpoint.manifest import FileRecord
 from fullshard.collectives import as_bytes
@@ -31,6 +31,8 @@ from fullshard.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20  # read at once
 _OPEN_FILES = 64
+_CHECKED_BYTES = 4 * 2**20  # read, then checked, at once
+_RECENT_BLOCKS = 8  # kept for a while: many small tensors lie in one block
 _REMEDY = "The checkpoint is damaged; use another one, and have the disk looked at."
 
 
@@ -63,14 +65,14 @@ class Blocks:
     """The files of one folder. With `records` every block read is checked against them."""
 
     def __init__(self, folder: Path, records: Mapping[str, FileRecord] | None, block_bytes: int) -> None:
-        self._folder, self._records, self.block_bytes = folder, records, block_bytes
+        self.folder, self._records, self.block_bytes = folder, records, block_bytes
         self._open: OrderedDict[str, int] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)  # blocks, half-open
-        self._kept: dict[str, tuple[list[int], list[np.ndarray[Any, Any]]]] = {}
+        self._recent: OrderedDict[tuple[str, int], np.ndarray[Any, Any]] = OrderedDict()
 
     def close(self) -> None:
-        self._kept.clear()
+        self._recent.clear()
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -81,7 +83,7 @@ class Blocks:
             try:
                 size = os.fstat(self._descriptor(file)).st_size
             except OSError as error:
-                raise failed(f"cannot read {self.name(file)}", error) from error
+                raise unreadable(self.name(file), error) from error
             record = self._records.get(file) if self._records is not None else None
             if self._records is not None and record is None:
                 raise CheckpointError(f"the manifest does not name {self.name(file)}", _REMEDY)
@@ -95,7 +97,7 @@ class Blocks:
         return self._sizes[file]
 
     def name(self, file: str) -> str:
-        return repr(str(self._folder / file))
+        return repr(str(self.folder / file))
 
     # ---- in the order of use
 
@@ -104,33 +106,35 @@ class Blocks:
             size = self.block_bytes
             self._wanted[file].append((begin // size, -(-end // size)))
 
-    def verify(self, budget_bytes: int) -> None:
-        """Read and check every block that is wanted; keep what fits in the budget."""
+    def verify(self) -> None:
+        """Read and check every block that is wanted."""
         wanted, self._wanted = self._wanted, defaultdict(list)
+        scratch = np.empty(_CHECKED_BYTES, np.uint8)
         for file, runs in sorted(wanted.items()):
             size = self.size(file)
             if self._records is None:
                 continue  # nothing to check them with
             for first, last in _merged(runs):
                 begin, end = first * self.block_bytes, min(last * self.block_bytes, size)
-                for at in range(begin, end, self._chunk):
-                    data = self._checked(file, at, min(at + self._chunk, end))
-                    budget_bytes -= len(data)
-                    if budget_bytes >= 0:
-                        self._keep(file, at, data)
+                for at, stop in self._steps(begin, end):
+                    self._fill_checked(file, at, scratch[: stop - at])
 
     def read_into(self, file: str, begin: int, end: int, out: np.ndarray[Any, Any]) -> None:
-        """Bytes [begin, end) of a file."""
-        starts, chunks = self._kept.get(file, ([], []))
-        at = begin
+        """Bytes [begin, end) of a file. Whole blocks go straight to their place, and are checked there."""
+        if self._records is None:
+            self._fill(file, begin, out)
+            return
+        size, at = self.block_bytes, begin
         while at < end:
-            index = bisect_right(starts, at) - 1
-            if index >= 0 and at < starts[index] + len(chunks[index]):
-                chunk_begin, chunk = starts[index], chunks[index]
-            else:
-                chunk_begin, chunk = self._read_around(file, at, end)
-            stop = min(end, chunk_begin + len(chunk))
-            out[at - begin : stop - begin] = chunk[at - chunk_begin : stop - chunk_begin]
+            whole = end if end == self.size(file) else end // size * size
+            if at % size == 0 and at < whole:
+                for step, stop in self._steps(at, whole):
+                    self._fill_checked(file, step, out[step - begin : stop - begin])
+                at = whole
+                continue
+            block = self._block(file, at // size)
+            stop = min(end, (at // size + 1) * size)
+            out[at - begin : stop - begin] = block[at % size : at % size + stop - at]
             at = stop
 
     def bytes(self, file: str, begin: int, end: int) -> bytes:
@@ -142,38 +146,41 @@ class Blocks:
 
     # ---- inside
 
-    @property
-    def _chunk(self) -> int:
-        return max(1, CHUNK_BYTES // self.block_bytes) * self.block_bytes
+    def _steps(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        """Whole blocks, as many at a time as are still in the processor's cache when they are checked."""
+        step = max(1, _CHECKED_BYTES // self.block_bytes) * self.block_bytes
+        return ((at, min(at + step, end)) for at in range(begin, end, step))
 
-    def _keep(self, file: str, at: int, data: np.ndarray[Any, Any]) -> None:
-        starts, chunks = self._kept.setdefault(file, ([], []))
-        index = bisect_right(starts, at)
-        starts.insert(index, at)
-        chunks.insert(index, data)
-
-    def _read_around(self, file: str, at: int, end: int) -> tuple[int, np.ndarray[Any, Any]]:
-        size = self.block_bytes
-        begin = at // size * size if self._records is not None else at
-        stop = min(begin + self._chunk, -(-end // size) * size, self.size(file))
-        return begin, self._checked(file, begin, stop)
-
-    def _checked(self, file: str, begin: int, end: int) -> np.ndarray[Any, Any]:
-        data = np.empty(end - begin, np.uint8)
-        try:
-            self._read(self._descriptor(file), begin, memoryview(data.data))
-        except OSError as error:
-            raise failed(f"cannot read {self.name(file)}", error) from error
-        if self._records is not None:
-            size, expected = self.block_bytes, self._records[file].blocks
-            for at in range(begin, end, size):
-                if checksum(data[at - begin : at - begin + size]) != expected[at // size]:
-                    raise CheckpointError(
-                        f"{self.name(file)}: bytes {at} to {min(at + size, end)} are not those that were "
-                        "written: their checksum differs",
-                        _REMEDY,
-                    )
+    def _block(self, file: str, index: int) -> np.ndarray[Any, Any]:
+        if (file, index) in self._recent:
+            self._recent.move_to_end((file, index))
+            return self._recent[file, index]
+        begin = index * self.block_bytes
+        data = np.empty(min(self.block_bytes, self.size(file) - begin), np.uint8)
+        self._fill_checked(file, begin, data)
+        self._recent[file, index] = data
+        if len(self._recent) > _RECENT_BLOCKS:
+            self._recent.popitem(last=False)
         return data
+
+    def _fill_checked(self, file: str, begin: int, out: np.ndarray[Any, Any]) -> None:
+        """Whole blocks from `begin` on."""
+        assert self._records is not None
+        self._fill(file, begin, out)
+        size, expected = self.block_bytes, self._records[file].blocks
+        for at in range(0, len(out), size):
+            if checksum(out[at : at + size]) != expected[(begin + at) // size]:
+                raise CheckpointError(
+                    f"{self.name(file)}: bytes {begin + at} to {begin + min(at + size, len(out))} are not "
+                    "those that were written: their checksum differs",
+                    _REMEDY,
+                )
+
+    def _fill(self, file: str, begin: int, out: np.ndarray[Any, Any]) -> None:
+        try:
+            self._read(self._descriptor(file), begin, memoryview(out.data))
+        except OSError as error:
+            raise unreadable(self.name(file), error) from error
 
     def _read(self, descriptor: int, begin: int, out: memoryview) -> None:
         at = 0
@@ -189,7 +196,7 @@ class Blocks:
             return self._open[file]
         while len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
-        path = self._folder / file
+        path = self.folder / file
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise OSError(None, "it is not a file")
         self._open[file] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -208,6 +215,8 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 class Source:
     """A checkpoint opened for reading: tensors of the model and of the optimizer by name."""
+
+    may_lack: frozenset[str] = frozenset()  # names of the model that nobody misses here
 
     def __init__(self, folder: Path, blocks: Blocks) -> None:
         self.folder, self.blocks = folder, blocks
@@ -233,10 +242,12 @@ class Source:
                 self.blocks.read_into(span.file, begin, end, place)
                 continue
             step = max(1, CHUNK_BYTES // itemsize)
+            locked = out.device.type == "cuda"  # page-locked: the device copies from it at full speed
+            staged = torch.empty(min(step, high - low), dtype=stored.tensor.dtype, pin_memory=locked)
             for at in range(low, high, step):
                 stop_at = min(at + step, high)
                 begin, end = _bytes_of(stored, span, at, stop_at)
-                part = torch.empty(stop_at - at, dtype=stored.tensor.dtype)
+                part = staged[: stop_at - at]
                 self.blocks.read_into(span.file, begin, end, as_bytes(part).numpy())
                 out[at - start : stop_at - start].copy_(part)
 
@@ -251,6 +262,11 @@ class Foreign(Source):
 
     tied: Mapping[str, str] = MappingProxyType({})
 
+    def fingerprint(self) -> str:
+        """Hosts may each have a copy of their own: the same names and places, the same text."""
+        kinds = (sorted(kind.items()) for kind in (self.model, self.optimizer))
+        return hashlib.sha256(repr([*kinds]).encode()).hexdigest()
+
     def fit(self, model: nn.Module, names: set[str]) -> None:
         """Give the tensors in `model` the names that this model uses, where its own differ in a known way."""
 
@@ -260,6 +276,10 @@ class Foreign(Source):
             f"{str(self.folder)!r} holds no optimizer state", "Load it without the optimizer."
         )
 
+    def others(self, work: Any, model: nn.Module) -> dict[str, Any]:
+        """Values beside the tensors. What a module takes is added to `work`; the rest is for the user."""
+        return {}
+
 
 def _bytes_of(stored: Stored, span: Span, start: int, stop: int) -> tuple[int, int]:
     itemsize = stored.tensor.dtype.itemsize
@@ -268,13 +288,17 @@ def _bytes_of(stored: Stored, span: Span, start: int, stop: int) -> tuple[int, i
 
 def whole_tensors(blocks: Blocks, file: str) -> dict[str, Stored]:
     """The tensors of one safetensors file."""
-    tensors, begins = headers.read(
-        blocks.name(file), blocks.size(file), lambda begin, end: blocks.bytes(file, begin, end)
-    )
-    return {
-        name: Stored(tensor, (Span(0, tensor.num_elements, file, begins[name]),))
-        for name, tensor in tensors.items()
+    return tensors_and_needs(blocks, file)[0]
+
+
+def tensors_and_needs(blocks: Blocks, file: str) -> tuple[dict[str, Stored], str]:
+    """The same, and the file without which this one should not be trusted, if it names one."""
+    found = headers.read(str(blocks.folder / file), blocks.size(file), partial(blocks.bytes, file))
+    stored = {
+        name: Stored(tensor, (Span(0, tensor.num_elements, file, found.begins[name]),))
+        for name, tensor in found.tensors.items()
     }
+    return stored, found.needs
 
 
 def add_once(into: dict[str, Stored], found: Mapping[str, Stored], file: str) -> None:
@@ -283,12 +307,3 @@ def add_once(into: dict[str, Stored], found: Mapping[str, Stored], file: str) ->
             other = into[name].spans[0].file if into[name].spans else "another file"
             raise CheckpointError(f"tensor {name!r} is in {file!r} and in {other!r}", _REMEDY)
         into[name] = stored
-
-
-def available_bytes() -> int:
-    """Host memory that could be used now; a modest guess where the system does not say."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 2**30

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from fullshard.checkpoint import contents
 from fullshard.checkpoint.contents import Site
-from fullshard.checkpoint.reading import Source, Stored
+from fullshard.checkpoint.reading import Foreign, Source, Stored
 from fullshard.errors import CheckpointError
 from fullshard.runtime import Runtime
 
@@ -55,17 +55,29 @@ def plan_model(
         if stored_as is None:
             missing.append(name)
             continue
-        used |= {n for n in (*names, stored_as) if n in source.model}
+        found = [stored_as, *(n for n in names if n in source.model and n != stored_as)]
+        used |= set(found)
+        if len(found) > 1 and not isinstance(source, Foreign):
+            _check_tied(work, source, found, strict)
         stored = source.model[stored_as]
         check_shape(source, stored, shape, name)
         want(stored)
     _check_names(work, source, missing, sorted(set(source.model) - used), strict)
 
 
+def _check_tied(work: Work, source: Source, found: list[str], strict: bool) -> None:
+    """The checkpoint has tensors of their own where the model has one under several names."""
+    what = f"{listed(found)} are not one tensor in {str(source.folder)!r}, and are one in the model"
+    if strict:
+        raise CheckpointError(what, "Untie them in the model; strict=False takes the first one for all.")
+    work.notes.append(f"{what}: {found[0]!r} taken")
+
+
 def _check_names(work: Work, source: Source, missing: list[str], unused: list[str], strict: bool) -> None:
     folder = str(source.folder)
-    if strict and missing:
-        raise CheckpointError(f"{folder!r} has no {listed(missing)}, which the model has", _OTHER)
+    needed = [name for name in missing if name not in source.may_lack]
+    if strict and needed:
+        raise CheckpointError(f"{folder!r} has no {listed(needed)}, which the model has", _OTHER)
     if strict and unused:
         raise CheckpointError(f"{folder!r} has {listed(unused)}, which the model has not", _OTHER)
     if missing:
@@ -96,10 +108,16 @@ def _check_cast(work: Work, stored: Stored, dtype: torch.dtype) -> None:
             f"{stored.tensor.name!r} is stored as {kept} and would have to become {dtype}",
             "Load a checkpoint of this very model.",
         )
-    if kept.itemsize > dtype.itemsize:
+    if not _holds(dtype, kept):
         note = f"values stored as {kept} were rounded to {dtype}"
         if note not in work.notes:
             work.notes.append(note)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of the one dtype is a value of the other: not so for fp16 and bf16, either way."""
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return a.eps <= b.eps and a.max >= b.max and a.smallest_normal <= b.smallest_normal
 
 
 def reader(work: Work, source: Source, site: Site, dtype: torch.dtype, get: Get) -> Callable[[Stored], None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fullshard.agreements import Council
 from fullshard.checkpoint.values import Encoder, Tree
 from fullshard.errors import CheckpointError
 
@@ -49,20 +48,20 @@ def encode_extra(extra: Mapping[str, Any] | None) -> dict[str, tuple[Tree, Encod
     return encoded
 
 
-def sort_out(council: Council, encoded: dict[str, tuple[Tree, Encoder]], trees: Trees) -> None:
-    """Which of the user's values are the same on every rank."""
-    digests = {name: _digest(tree) for name, (tree, _) in encoded.items()}
-    everyone = council.tell(digests)
+def sort_out(encoded: dict[str, tuple[Tree, Encoder]], digests: list[dict[str, str]]) -> Trees:
+    """Which of the user's values are the same on every rank, by every rank's digests of its own."""
+    trees = Trees()
     own: dict[str, Tree] = {}
     for name, (tree, encoder) in encoded.items():
-        if all(theirs.get(name) == digests[name] for theirs in everyone):
+        if len({theirs.get(name) for theirs in digests}) == 1:
             trees.shared[name] = tree
             trees.shared_tensors |= encoder.tensors
         else:
             own[name] = tree
             trees.own_tensors |= encoder.tensors
     trees.own["extra"] = own
+    return trees
 
 
-def _digest(tree: Tree) -> str:
+def digest(tree: Tree) -> str:
     return hashlib.sha256(json.dumps(tree, allow_nan=False).encode()).hexdigest()

@@ -15,7 +15,7 @@ from fullshard.checkpoint.checksums import BLOCK_BYTES, Pieces, Tally
 from fullshard.checkpoint.contents import Held
 from fullshard.checkpoint.files import OpenFile, failed
 from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.manifest import Part
+from fullshard.checkpoint.manifest import NAME, Part
 from fullshard.collectives import as_bytes
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file; a larger tensor has a file for itself
@@ -44,15 +44,17 @@ def plan_files(kind: str, tensors: Sequence[Tensor]) -> list[FilePlan]:
         room -= tensor.size_bytes
     many = len(groups) > 1
     return [
-        plan_file(f"{kind}-{i:05}-of-{len(groups):05}.safetensors" if many else f"{kind}.safetensors", group)
+        plan_file(
+            f"{kind}-{i:05}-of-{len(groups):05}.safetensors" if many else f"{kind}.safetensors", group, NAME
+        )
         for i, group in enumerate(groups, 1)
     ]
 
 
-def plan_file(name: str, tensors: Sequence[Tensor]) -> FilePlan:
+def plan_file(name: str, tensors: Sequence[Tensor], needs: str = "") -> FilePlan:
     # Wide dtypes first: readers that map the file need each tensor aligned to its own width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    head, begins = headers.build(ordered)
+    head, begins = headers.build(ordered, needs)
     return FilePlan(name, head, len(head) + sum(t.size_bytes for t in ordered), begins)
 
 

@@ -1,0 +1,245 @@
+"""A folder of torch.distributed.checkpoint on its way to disk: files of items, `.metadata`, and the name.
+
+Every rank writes one file, `__<rank>_0.distcp`, an item at a time, so that a save needs the memory of its
+largest item and not of everything. The first rank then writes `.metadata`, from what all ranks wrote where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fullshard.checkpoint import commit, files
+from fullshard.checkpoint.dcp.format import METADATA, Place
+from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree
+from fullshard.errors import CheckpointError, RankMismatch
+from fullshard.layout import Box
+
+_OURS = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of the whole shape, and the rectangles of it that this rank writes, one at a time."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[tuple[Box, torch.Tensor]]]
+
+
+@dataclass
+class Written:
+    """What a rank has put into its file, and where."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, list[tuple[Box, Place]]]] = field(
+        default_factory=dict
+    )
+    values: dict[str, Place] = field(default_factory=dict)
+
+
+class _Stream:
+    """What torch.save writes, into a file of the save, in pieces of a useful size."""
+
+    def __init__(self, path: Path) -> None:
+        files.disk.create(path, 0)
+        self._file, self._small, self._written = files.disk.open(path), bytearray(), 0
+
+    @property
+    def at(self) -> int:
+        return self._written + len(self._small)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) + len(self._small) < _BUFFER_BYTES:
+            self._small += view
+        else:
+            self._put(memoryview(self._small))
+            self._small = bytearray()
+            self._put(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """torch.save asks for it after every item; `close` is early enough."""
+
+    def close(self) -> None:
+        try:
+            self._put(memoryview(self._small))
+            self._file.sync()
+        finally:
+            self._file.close()
+
+    def _put(self, view: memoryview) -> None:
+        self._file.write_at(self._written, view)
+        self._written += len(view)
+
+
+def _flat(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Dotted names, and the path behind each: by torch's own rule, which its reader follows, too."""
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner(tree)
+    return planner.state_dict, planner.mappings
+
+
+def write(folder: Path, rank: int, tree: dict[str, Any], is_first: bool) -> Written:
+    """This rank's file: its rectangles, and on the first rank everything that is whole on all."""
+    file = f"__{rank}_0.distcp"
+    written = Written()
+    try:
+        stream = _Stream(folder / file)
+        try:
+            for name, value in _flat(tree)[0].items():
+                if isinstance(value, torch.Tensor):
+                    value = _whole_leaf(value, is_first)
+                if isinstance(value, Leaf):
+                    places = [(box, _put(stream, file, _own(part))) for box, part in value.parts()]
+                    written.tensors[name] = (value.shape, value.dtype, places)
+                elif is_first:
+                    written.values[name] = _put(stream, file, value)
+        finally:
+            stream.close()
+    except OSError as error:
+        raise failed(f"cannot write {str(folder / file)!r}", error) from error
+    return written
+
+
+def _whole_leaf(value: torch.Tensor, mine: bool) -> Leaf:
+    shape = tuple(value.shape)
+    parts = [(Box((0,) * len(shape), shape), value)] if mine and value.numel() else []
+    return Leaf(shape, value.dtype, lambda: parts)
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """In host memory of its own, row-major: torch.save writes all the memory that a tensor is a view of."""
+    if part.device.type == "cpu" and part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes:
+        return part.detach()
+    return torch.empty(part.shape, dtype=part.dtype).copy_(part.detach())
+
+
+def _put(stream: _Stream, file: str, value: Any) -> Place:
+    begin = stream.at
+    torch.save(value, stream)  # type: ignore[arg-type]
+    return Place(file, begin, stream.at - begin)
+
+
+def finish(staging: commit.Staging, everyone: list[Written], tree: Any, tied: dict[str, str]) -> None:
+    """The first rank: is every element there? Then `.metadata`, and the name."""
+    found = _metadata(everyone, _flat(tree)[1], {f"model.{a}": f"model.{n}" for a, n in tied.items()})
+    try:
+        files.disk.write_file(staging.folder / METADATA, pickle.dumps(found))
+        _commit(staging)
+    except OSError as error:
+        raise failed(f"cannot finish checkpoint {str(staging.target)!r}", error) from error
+
+
+def _metadata(everyone: list[Written], paths: dict[str, Any], tied: dict[str, str]) -> Metadata:
+    first = everyone[0]
+    described: dict[str, Any] = {name: BytesStorageMetadata() for name in first.values}
+    where = {MetadataIndex(name): _info(place) for name, place in first.values.items()}
+    for rank, written in enumerate(everyone):
+        odd = sorted(written.tensors.keys() ^ first.tensors.keys())
+        if odd:
+            raise RankMismatch(
+                f"rank {rank} holds other tensors than the first: {odd[:4]}",
+                "Give every rank the same model and optimizer, after the same steps.",
+            )
+    for name, (shape, dtype, _) in first.tensors.items():
+        parts = [part for written in everyone for part in written.tensors[name][2]]
+        count = sum(box.num_elements for box, _ in parts)
+        if count != prod(shape):
+            raise CheckpointError(
+                f"ranks wrote {count} elements of {name!r} of shape {shape}",
+                "This is a mistake of fullshard's own; the save was given up. Please report it.",
+            )
+        for known in (name, *(alias for alias, stored in tied.items() if stored == name)):
+            chunks = [
+                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in parts
+            ]
+            described[known] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+            where |= {
+                MetadataIndex(known, torch.Size(box.offsets), index): _info(place)
+                for index, (box, place) in enumerate(parts)
+            }
+    paths = paths | {alias: ("model", alias.removeprefix("model.")) for alias in tied}
+    found = Metadata(described, {name: paths[name] for name in described}, where, StorageMeta())
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # not in every torch
+    if version is not None:
+        found.version = version
+    return found
+
+
+def _info(place: Place) -> filesystem._StorageInfo:
+    return filesystem._StorageInfo(place.file, place.begin, place.length)
+
+
+# ---- from a folder being written to a checkpoint
+
+
+def _is_ours(target: Path) -> bool:
+    """A folder that holds such a checkpoint and nothing else."""
+    return (target / METADATA).is_file() and all(_OURS.fullmatch(entry.name) for entry in target.iterdir())
+
+
+def begin(target: Path) -> commit.Staging:
+    """A folder to write into. What a crash leaves of it is no checkpoint; a later save sweeps it away."""
+    parent, name = target.parent, target.name
+    if not name or name.startswith("."):
+        raise CheckpointError(
+            f"cannot save to {str(target)!r}", "Give a folder name that does not begin with a dot."
+        )
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())) and not _is_ours(target):
+            raise CheckpointError(
+                f"{str(target)!r} exists and is not such a checkpoint alone; it was left as it is",
+                "Save to another folder, or remove this one yourself.",
+            )
+        make_parents(files.disk, parent)
+        commit.settle(parent)
+        token = secrets.token_hex(8)
+        folder = parent / f".{name}.saving-{token}"
+        files.disk.make_folder(folder)
+    except OSError as error:
+        raise failed(f"cannot make a folder for checkpoint {str(target)!r}", error) from error
+    return commit.Staging(target, folder, token, FolderLock.take(folder))
+
+
+def _commit(staging: commit.Staging) -> None:
+    """Everything is on disk: give the folder its name. One that has it already changes places with it."""
+    disk, target, folder = files.disk, staging.target, staging.folder
+    disk.sync_folder(folder)
+    replaces = target.exists() and any(target.iterdir())
+    if replaces and (not _is_ours(target) or not disk.exchange(folder, target)):
+        # Two renames would do, but a crash between them would leave nothing under the name.
+        raise CheckpointError(
+            f"{str(target)!r} cannot be replaced in one step here; it was left as it is",
+            "Save to another folder, or remove this one first.",
+        )
+    if not replaces:
+        disk.rename(folder, target)
+    staging.named = True
+    disk.sync_folder(target.parent)
+    if replaces:
+        with contextlib.suppress(OSError):  # of what counts no more; a later save tries again
+            remove_tree(disk, folder, METADATA)
+    if staging.lock is not None:
+        staging.lock.release()
