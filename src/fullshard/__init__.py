@@ -7,12 +7,14 @@ model = fs.shard(model)
 from fullshard.checkpoint.commit import latest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
+from fullshard.data import Batches
 from fullshard.engine import accumulate, even_batches, full, plan, shard
 from fullshard.errors import FullshardError
 from fullshard.precision import Precision
 from fullshard.version import VERSION as __version__
 
 __all__ = [
+    "Batches",
     "FullshardError",
     "Precision",
     "__version__",
