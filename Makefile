@@ -12,7 +12,8 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-gpu bench-link clean
+.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-gpu bench-link \
+	bench-checkpoint clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +41,7 @@ demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RA
 test: env lint types ## Lint, type check and test: what the CI runs
 	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
 
-test-long: env ## The tests that take minutes
+test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: env ## Check the style, change nothing
@@ -65,6 +66,9 @@ bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 an
 
 bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py
+
+bench-checkpoint: env ## Saving and loading, fullshard beside torch.distributed.checkpoint and torch.save
+	$(BIN)/python bench/checkpoint.py $(if $(RANKS),--ranks $(RANKS))
 
 clean: ## Remove builds, caches and outputs (the environment stays; remove .venv yourself)
 	rm -rf build dist demo-output bench-output .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
