@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +28,7 @@ from fullshard.checkpoint.manifest import Count, FileRecord, Manifest
 from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.reading import Stored
 from fullshard.checkpoint.wording import as_bytes_text, listed, plural, printable
-from fullshard.checkpoint.writing import FILE_BYTES, FilePlan, RankWriter, index_of, plan_file
+from fullshard.checkpoint.writing import FILE_BYTES, RankWriter, index_of, plan_files
 from fullshard.errors import CheckpointError
 from fullshard.version import VERSION
 
@@ -141,6 +140,7 @@ def _as_safetensors(source: Checkpoint, target: Path, wish: Wish, progress: Prog
         written = _write(source, staging, wish, progress)
         _check_target(source.folder, target)  # somebody may have put something there meanwhile
         try:
+            files.disk.sync_folder(staging.folder)  # what the manifest names must be there before it is
             files.disk.write_file(staging.folder / manifest.NAME, manifest.to_bytes(written))
             commit.commit(staging)
         except OSError as error:
@@ -169,7 +169,7 @@ def _write(source: Checkpoint, staging: commit.Staging, wish: Wish, progress: Pr
     held = [
         _held(source, source.model[name], wish.dtype, counter) for name in sorted(source.model, key=_natural)
     ]
-    plans = _plan([h.tensor for h in held], wish.file_bytes)
+    plans = plan_files("model", [h.tensor for h in held], wish.file_bytes, needs="")
     writer = RankWriter(staging.folder)
     writer.create(plans)
     writer.write_shared(plans, held, "model")
@@ -215,20 +215,6 @@ def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
     key[::2] = [(0, text) for text in texts[::2]]
     key[1::2] = [(len(number), number) for number in numbers]
     return key, name
-
-
-def _plan(tensors: Sequence[Tensor], file_bytes: int) -> list[FilePlan]:
-    groups: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not groups or tensor.size_bytes > room:
-            groups.append([])
-            room = file_bytes
-        groups[-1].append(tensor)
-        room -= tensor.size_bytes
-    many = len(groups) > 1
-    names = [f"-{i:05}-of-{len(groups):05}" if many else "" for i in range(1, len(groups) + 1)]
-    return [plan_file(f"model{name}.safetensors", group) for name, group in zip(names, groups, strict=True)]
 
 
 def _small_files(said: Manifest) -> list[str]:

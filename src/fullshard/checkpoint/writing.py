@@ -32,22 +32,23 @@ class FilePlan:
     begins: dict[str, int]
 
 
-def plan_files(kind: str, tensors: Sequence[Tensor]) -> list[FilePlan]:
+def plan_files(
+    kind: str, tensors: Sequence[Tensor], file_bytes: int | None = None, needs: str = NAME
+) -> list[FilePlan]:
     """The files for these tensors: `model.safetensors`, or several, numbered as transformers expects."""
     groups: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
         if not groups or tensor.size_bytes > room:
             groups.append([])
-            room = FILE_BYTES
+            room = file_bytes or FILE_BYTES
         groups[-1].append(tensor)
         room -= tensor.size_bytes
     many = len(groups) > 1
+    numbers = [f"-{i:05}-of-{len(groups):05}" if many else "" for i in range(1, len(groups) + 1)]
     return [
-        plan_file(
-            f"{kind}-{i:05}-of-{len(groups):05}.safetensors" if many else f"{kind}.safetensors", group, NAME
-        )
-        for i, group in enumerate(groups, 1)
+        plan_file(f"{kind}{number}.safetensors", group, needs)
+        for number, group in zip(numbers, groups, strict=True)
     ]
 
 

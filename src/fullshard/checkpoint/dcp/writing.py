@@ -54,7 +54,7 @@ def save(
     runtime = runtime_of(model)
     runtime.comm.meet("save")
     talk = council(runtime.comm)
-    finish_earlier()
+    talk.together(finish_earlier, "finishing the save before this one")
 
     def look() -> tuple[dict[str, Any], dict[str, str]]:
         check_model(runtime, model, optimizer, "save")
