@@ -289,18 +289,14 @@ def interval(site: Site) -> list[int]:
     return list(site.lane.layout.kept(site.piece, site.lane.comm.rank))
 
 
-def differing(contents: Contents, first: dict[str, int], encoder: Encoder) -> dict[str, Tree]:
-    """Whole values that are not the first rank's, by name: this rank's own, for a load on as many ranks."""
-    return {
-        name: encoder.encode(value, name)
-        for name, value in contents.whole.items()
-        if digest(value) != first.get(name)
-    }
-
-
 def module_digests(contents: Contents) -> dict[str, int]:
     """Of each module's extra state."""
-    return {f"module/{name}": checksum(json.dumps(tree).encode()) for name, tree in contents.modules.items()}
+    return {module_key(n): checksum(json.dumps(tree).encode()) for n, tree in contents.modules.items()}
+
+
+def module_key(name: str) -> str:
+    """Among the digests, extra state of a module has a name that no tensor has."""
+    return f"module/{name}"
 
 
 def digest(value: torch.Tensor) -> int:

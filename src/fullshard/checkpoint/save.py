@@ -71,7 +71,7 @@ def save(
         lambda: _take(runtime, model, optimizer, dtype), "looking at what to save"
     )
     values = trees.sort_out(encoded, [each.extra for each in said])
-    _own_values(runtime, held, values, sums[0].whole)
+    _own_values(runtime, held, values, sums[talk.index].whole.items() - sums[0].whole.items())
     plans = _agreed_plans(talk, held, [each.tensors for each in sums])
     target = Path(said[0].asked["path"])
     job = Job(talk, target, held, values, plans, description, (keep_last, files))
@@ -167,13 +167,12 @@ def _tensors(held: Contents) -> dict[str, list[Tensor]]:
     return {kind: [h.tensor for h in values] for kind, values in kinds.items()}
 
 
-def _own_values(runtime: Runtime, held: Contents, values: Trees, first: dict[str, int]) -> None:
+def _own_values(runtime: Runtime, held: Contents, values: Trees, differing: set[tuple[str, int]]) -> None:
     """What belongs to this rank alone: its random numbers, and whole values that are not the first rank's."""
-    encoder = Encoder()
-    values.add_own("values", contents.differing(held, first, encoder), encoder)
-    modules = {f"module/{name}": (name, tree) for name, tree in held.modules.items()}
-    odd = [modules[k] for k, found in contents.module_digests(held).items() if found != first.get(k)]
-    values.add_own("modules", dict(odd))
+    encoder, odd = Encoder(), {name for name, _ in differing}
+    own = {name: encoder.encode(value, name) for name, value in held.whole.items() if name in odd}
+    values.add_own("values", own, encoder)
+    values.add_own("modules", {n: tree for n, tree in held.modules.items() if contents.module_key(n) in odd})
     values.add_own("optimizer", held.own, held.encoder)
     values.add_own("random", Encoder().encode(random_state.take(runtime.comm.device), "random"))
 
