@@ -198,7 +198,7 @@ def test_gradient_penalty_is_right_under_replicate_and_refused_where_values_are_
     cases.assert_as_in_one_process(Case(), [result[2] for result in results])
     for _, refused, _ in results:
         for kind, message, remedy in refused:
-            assert kind == "Unsupported"
+            assert kind == "NotSupported"
             assert "create_graph" in message
             assert "replicate" in remedy
 

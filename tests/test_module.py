@@ -195,7 +195,7 @@ def test_load_state_dict_takes_whole_tensors_or_changes_nothing(strategy: str) -
             assert "blocks.1.0.weight" in found[what][1], what
         assert "(2, 2)" in found["shape"][1]
         assert "(13, 8)" in found["shape"][1]
-        assert found["assign"][0] == "Unsupported"
+        assert found["assign"][0] == "NotSupported"
         assert "assign=True" in found["assign"][1]
         assert found["unchanged"], "a refused load changed something"
         assert found["not strict"] == str(plain.load_state_dict(fewer, strict=False))

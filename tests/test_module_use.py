@@ -76,7 +76,7 @@ def _cast() -> dict[str, Any]:
 def test_cast_or_move_of_shards_is_refused_by_name_and_a_no_op_is_not() -> None:
     for found in ranks.run(_cast, 2):
         for name, (kind, message, remedy) in found["refused"].items():
-            assert kind == "Unsupported", name
+            assert kind == "NotSupported", name
             assert f"{name.split()[0]}()" in message, name
             assert "fs.shard" in remedy, name
         for name, value in found["harmless"].items():
@@ -142,7 +142,7 @@ def _reinitialise(strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["zero3", "replicate"])
 def test_initialiser_run_after_shard_sees_whole_values_or_is_refused(strategy: str) -> None:
     first, second = ranks.run(_reinitialise, 2, strategy)
-    assert first["apply"] in (13.0, pytest.approx(13.0), "AtRestError", "StateError", "Unsupported")
+    assert first["apply"] in (13.0, pytest.approx(13.0), "AtRestError", "StateError", "NotSupported")
     assert first["apply"] == second["apply"]
     if isinstance(first["reset"], tuple):
         assert first["reset"] == ("AtRestError", True)
@@ -181,7 +181,7 @@ def test_functional_call_pickling_and_replaced_parameters_are_refused_where_they
         assert "functional_call" in found["outside"][2]
         assert reference.bitwise(found["inside"], build(seed=3)(batch(0, 0)[0]).detach())
         for what in ("pickle", "torch.save"):
-            assert found[what][0] == "Unsupported"
+            assert found[what][0] == "NotSupported"
             assert "fs.full" in found[what][2]
         for name in ("head.weight", "blocks.1.0.weight"):
             assert found[f"replaced {name}"][0] == "AtRestError"

@@ -68,5 +68,9 @@ class CheckpointError(FullshardError):
     """A checkpoint that cannot be written, or cannot be trusted, or belongs to another model."""
 
 
-class Unsupported(FullshardError):
+class NotSupported(FullshardError):
     """A torch feature that does not work on a sharded module."""
+
+
+class MissingExtra(FullshardError, ImportError):
+    """A library that is not part of the core is missing, or is of a version that was never tried."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fullshard.collectives import Comm, as_bytes
-from fullshard.errors import StateError, Unsupported, unit_label
+from fullshard.errors import StateError, NotSupported, unit_label
 from fullshard.gathering import Gathering, current_task
 from fullshard.live import NO_TASK, LiveUnit, State
 from fullshard.options import Options
@@ -380,7 +380,7 @@ def _checksum(values: torch.Tensor) -> int:
 
 def _refuse_double_backward(unit: LiveUnit) -> None:
     if unit.releasable:
-        raise Unsupported(
+        raise NotSupported(
             f"{unit_label(unit.name)}: backward(create_graph=True) keeps references into released values",
             "Use strategy='replicate' with precision='fp32', which never releases.",
         )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fullshard.errors import ModelError, StateError, Unsupported
+from fullshard.errors import ModelError, StateError, NotSupported
 from fullshard.layout import Box, Piece, boxes
 from fullshard.shards import Lane, in_memory_order
 
@@ -150,7 +150,7 @@ class BeforeLoad(Places):
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
-            raise Unsupported(
+            raise NotSupported(
                 "load_state_dict(assign=True) would replace the sharded parameters",
                 "Use assign=False: values are copied into the shards.",
             )

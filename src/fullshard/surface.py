@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import direct
 from fullshard.direct import Place, linear
-from fullshard.errors import AtRestError, StateError, Unsupported, unit_label
+from fullshard.errors import AtRestError, StateError, NotSupported, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
 from fullshard.tensors import snapshot, tensors_in
@@ -42,7 +42,7 @@ class Attached:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Unsupported(
+        raise NotSupported(
             "a sharded model cannot be pickled: every rank holds a part",
             "Save model.state_dict() inside `with fs.full(model):`.",
         )
@@ -276,7 +276,7 @@ class ApplyGuard(Attached):
         for lane in self.runtime.lanes:
             probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=lane.rest.device))
             if (probe.dtype, probe.device) != (lane.dtypes.rest, lane.rest.device):
-                raise Unsupported(
+                raise NotSupported(
                     f"{asked}() on a sharded model would turn its {lane.dtypes.rest} shards on "
                     f"{lane.rest.device} into {probe.dtype} on {probe.device}",
                     "Move or cast the model before fs.shard; for mixed precision pass precision=.",
