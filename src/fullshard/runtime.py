@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fullshard.collectives import Comm, as_bytes
-from fullshard.errors import StateError, NotSupported, unit_label
+from fullshard.errors import NotSupported, StateError, unit_label
 from fullshard.gathering import Gathering, current_task
 from fullshard.live import NO_TASK, LiveUnit, State
 from fullshard.options import Options

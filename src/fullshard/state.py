@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fullshard.errors import ModelError, StateError, NotSupported
+from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.layout import Box, Piece, boxes
 from fullshard.shards import Lane, in_memory_order
 

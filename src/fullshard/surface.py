@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import direct
 from fullshard.direct import Place, linear
-from fullshard.errors import AtRestError, StateError, NotSupported, unit_label
+from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 from fullshard.live import LiveUnit
 from fullshard.runtime import Runtime
 from fullshard.tensors import snapshot, tensors_in
