@@ -1,4 +1,9 @@
-"""Which optimizers may step on shards: a check before every step of any torch optimizer."""
+"""Which optimizers may step on shards, and what their state dicts show.
+
+A check comes before every step of any torch optimizer. From its first step, or from `fs.load`, on, an
+optimizer's `state_dict()` holds StateShards as the model's does: a bare part under a whole name is how people
+lose state.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from fullshard import norms
 from fullshard.collectives import Comm
 from fullshard.errors import OptimizerError, StateError
 from fullshard.runtime import Runtime
+from fullshard.shards import Lane
+from fullshard.state import StateShard, to_rest
 
 # They look at whole matrices, whole vectors or norms of parameters, and a shard has none of these.
 NOT_ELEMENT_WISE = {
@@ -61,7 +68,10 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _checked.get(optimizer)
     if known is None or known[0] != count:
-        known = (count, [weakref.ref(r) for r in _check(optimizer)])
+        runtimes = _check(optimizer)
+        if runtimes:
+            show_whole_shapes(optimizer)
+        known = (count, [weakref.ref(r) for r in runtimes])
         _checked[optimizer] = known
     for reference in known[1]:
         runtime = reference()
@@ -95,6 +105,61 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
             "Use an element-wise optimizer such as AdamW, or strategy='replicate', where it is right.",
         )
     return runtimes
+
+
+def show_whole_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """State dicts of this optimizer know their whole shapes from now on; what was loaded before is cut."""
+    if _to_shards in optimizer._optimizer_state_dict_post_hooks.values():
+        return
+    optimizer.register_state_dict_post_hook(_to_shards)
+    optimizer.register_load_state_dict_post_hook(_to_own_elements)
+    _to_own_elements(optimizer)
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
+    """Where the parameters of an optimizer lie, by their identity; those that are whole at rest left out."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
+    lanes = [lane for r in runtimes if not r.options.whole_at_rest for lane in r.lanes]
+    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
+
+
+def _to_shards(optimizer: torch.optim.Optimizer, said: dict[str, Any]) -> dict[str, Any]:
+    places = _places(optimizer)
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(said["state"])  # its values are the optimizer's own dicts
+    for index, parameter in enumerate(order):
+        if index in state and id(parameter) in places:
+            lane, at = places[id(parameter)]
+            state[index] = {
+                key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
+                for key, value in state[index].items()
+            }
+    return {**said, "state": state}
+
+
+def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
+    """Element-wise state becomes a StateShard; a step count, say, is the same on every rank."""
+    if not isinstance(value, torch.Tensor) or value.shape != lane.parameters[index].shape or value.dim() == 0:
+        return value
+    piece = lane.layout.pieces[index]
+    start, stop = lane.layout.kept(piece, lane.comm.rank)
+    return StateShard.make(key, piece, value, start, stop)
+
+
+def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
+    """What load_state_dict was given, whole values or StateShards: this rank's elements stay."""
+    places = _places(optimizer)
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor) or id(parameter) not in places:
+            continue
+        lane, index = places[id(parameter)]
+        piece = lane.layout.pieces[index]
+        for key, value in state.items():
+            shard = isinstance(value, StateShard)
+            whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape
+            if shard or (whole and value.shape != parameter.shape):
+                state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -20,8 +20,8 @@ from fullshard.layout import Box, Piece, boxes
 from fullshard.shards import Lane, in_memory_order
 
 _REMEDY = (
-    "Take the state dict inside `with fs.full(model):` for plain whole tensors, or hand it to "
-    "torch.distributed.checkpoint.save, which writes every rank's part."
+    "fs.save and torch.distributed.checkpoint.save write every rank's part; for plain whole tensors take the "
+    "model's state dict inside `with fs.full(model):`."
 )
 
 
@@ -55,6 +55,9 @@ class StateShard(torch.Tensor):
             return StateShard.make(value.key, value.piece, value.local, value.start, value.stop)
         if func is torch.ops.aten.clone.default:
             return StateShard.make(value.key, value.piece, value.local.clone(), value.start, value.stop)
+        if func is torch.ops.aten._to_copy.default:
+            local = func(value.local, *args[1:], **(kwargs or {}))
+            return StateShard.make(value.key, value.piece, local, value.start, value.stop)
         raise StateError(
             f"state dict value {value.key!r} holds this rank's {value.stop - value.start} of "
             f"{value.piece.num_elements} elements; {func} on it has no meaning",
@@ -162,7 +165,7 @@ class BeforeLoad(Places):
         for attribute, (lane, index) in self.places.items():
             key = prefix + attribute
             if key in state and lane.whole is None:
-                state[key] = _to_rest(key, state[key], lane, index)
+                state[key] = to_rest(key, state[key], lane, index)
 
 
 def _check_all(module: nn.Module, state: dict[str, Any]) -> None:
@@ -178,7 +181,7 @@ def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None
     module.register_load_state_dict_pre_hook(BeforeLoad(places))  # type: ignore[no-untyped-call]
 
 
-def _to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
+def to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
     """This rank's elements of a whole value, in the shape of the parameter at rest."""
     piece = lane.layout.pieces[index]
     resting = lane.resting[index]

@@ -22,6 +22,7 @@ from fullshard.checkpoint.save import agreed, check_model
 from fullshard.checkpoint.targets import Work, plan_model
 from fullshard.engine import runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
+from fullshard.optimizers import show_whole_shapes
 from fullshard.runtime import Runtime
 
 
@@ -100,8 +101,9 @@ def _load(
 
     talk.together(plan, "checking a checkpoint")
     apply(talk, work)
-    if state is not None:
+    if state is not None and optimizer is not None:
         state.apply()
+        show_whole_shapes(optimizer)
     talk.together(lambda: resume.apply(work, optimizer is not None), "loading")
     return _said(talk, Loaded(resume.extra), work.notes)
 
@@ -134,8 +136,9 @@ def _load_foreign(
 
     state, extra = talk.together(plan, "checking a checkpoint")
     apply(talk, work)
-    if state is not None:
+    if state is not None and optimizer is not None:
         state.apply()
+        show_whole_shapes(optimizer)
     return _said(talk, Loaded(extra), work.notes)
 
 

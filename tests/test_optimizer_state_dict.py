@@ -1,0 +1,134 @@
+"""What `optimizer.state_dict()` of a sharded model shows, and what it takes back."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as stock
+
+import fullshard as fs
+import ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2, bias=False))
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _reference(steps: int, ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        _step(model, optimizer, torch.cat([_batch(step, rank) for rank in range(ranks)]))
+    return model, optimizer
+
+
+def _sharded(strategy: str = "zero3") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fs.shard(_model(), strategy=strategy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def _values(model: nn.Module) -> list[list[float]]:
+    with fs.full(model, writeback=False):
+        return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def _refusals() -> list[str]:
+    model, optimizer = _sharded()
+    _step(model, optimizer, _batch(0, _rank()))
+    full = stock.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = stock.get_optimizer_state_dict(model, optimizer, options=full)  # torch gathers what it knows
+    said = []
+    for state in (optimizer.state_dict(), gathered):
+        try:
+            torch.save(state, io.BytesIO())
+            said.append("")
+        except fs.FullshardError as error:
+            said.append(str(error))
+    return said
+
+
+def test_saving_one_ranks_part_of_the_state_as_if_it_were_all_is_refused() -> None:
+    first, second = ranks.run(_refusals, 2)
+    assert all("of 35 elements" in message for message in first)
+    assert "of 35 elements" in second[0]
+
+
+def _loads_whole(saved: dict[str, Any], weights: dict[str, Any]) -> list[list[float]]:
+    model, optimizer = _sharded()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    _step(model, optimizer, _batch(2, _rank()))
+    return _values(model)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_state_of_an_unsharded_run_goes_on_sharded(world: int) -> None:
+    model, optimizer = _reference(2, world)
+    saved, weights = optimizer.state_dict(), model.state_dict()
+    expected, _ = _reference(3, world)
+    for values in ranks.run(_loads_whole, world, saved, weights):
+        for mine, whole in zip(values, expected.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), whole.detach().flatten(), rtol=2e-5, atol=2e-6)
+
+
+def _saves(folder: Path, strategy: str) -> None:
+    model, optimizer = _sharded(strategy)
+    for step in range(2):
+        _step(model, optimizer, _batch(step, _rank()))
+    weights, state = stock.get_state_dict(model, optimizer)
+    torch.distributed.checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def _goes_on(folder: Path, strategy: str, ranks_then: int) -> list[list[float]]:
+    model, optimizer = _sharded(strategy)
+    weights, state = stock.get_state_dict(model, optimizer)
+    torch.distributed.checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    stock.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    x = torch.cat([_batch(2, rank) for rank in range(ranks_then)])
+    _step(model, optimizer, x)
+    return _values(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
+def test_stock_checkpoint_functions_move_a_run_to_another_number_of_ranks(
+    tmp_path: Path, strategy: str
+) -> None:
+    ranks.run(_saves, 2, tmp_path / "saved", strategy)
+    expected, _ = _reference(3, 2)
+    for values in ranks.run(_goes_on, 3, tmp_path / "saved", strategy, 2):
+        for mine, whole in zip(values, expected.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), whole.detach().flatten(), rtol=2e-5, atol=2e-6)
+
+
+def _after_fs_load(folder: Path) -> list[str]:
+    model, optimizer = _sharded()
+    _step(model, optimizer, _batch(0, _rank()))
+    fs.save(folder, model, optimizer)
+    model, optimizer = _sharded()
+    fs.load(folder, model, optimizer)
+    return [type(v).__name__ for v in optimizer.state_dict()["state"][0].values()]
+
+
+def test_state_shows_its_whole_shape_after_fs_load_too(tmp_path: Path) -> None:
+    for kinds in ranks.run(_after_fs_load, 2, tmp_path / "saved"):
+        assert kinds.count("StateShard") == 2
