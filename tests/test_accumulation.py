@@ -58,3 +58,42 @@ def test_gradients_that_come_in_two_parts_are_counted_once_under_accumulation(st
     expected = reference.train(model, pieces, _loss, reference.sgd, STEPS, accumulate=MICRO_BATCHES)
     found = reference.combine(ranks.run(_train, 2, strategy))
     reference.assert_close_trace(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def _closure_brings_the_last(strategy: str) -> list[list[float]]:
+    import fullshard as fs
+
+    model = build(Recurrent)
+    if strategy:
+        fs.shard(model, strategy=strategy)
+    rank = int(os.environ["RANK"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(step: int) -> torch.Tensor:
+        # Without an engine the whole batch is one process's.
+        owners = [rank] if strategy else [0, 1]
+        losses = [_loss(model, batch(step, owner)) for owner in owners]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        if strategy:
+            with fs.accumulate(model):
+                backward(2 * step)
+        else:
+            backward(2 * step)
+        optimizer.step(lambda step=step: backward(2 * step + 1))
+        optimizer.zero_grad()
+    if not strategy:
+        return [p.detach().flatten().tolist() for p in model.parameters()]
+    with fs.full(model, writeback=False):
+        return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero3"])
+def test_closure_of_the_optimizer_may_bring_the_last_micro_batch(strategy: str) -> None:
+    expected = ranks.run(_closure_brings_the_last, 1, "")[0]
+    for found in ranks.run(_closure_brings_the_last, 2, strategy):
+        for mine, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=2e-5, atol=2e-6)

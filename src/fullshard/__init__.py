@@ -8,7 +8,7 @@ from fullshard.checkpoint.commit import latest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.data import Batches
-from fullshard.engine import accumulate, even_batches, full, plan, shard
+from fullshard.engine import accumulate, even_batches, full, inference, plan, shard
 from fullshard.errors import FullshardError
 from fullshard.precision import Precision
 from fullshard.version import VERSION as __version__
@@ -21,6 +21,7 @@ __all__ = [
     "accumulate",
     "even_batches",
     "full",
+    "inference",
     "latest",
     "load",
     "plan",

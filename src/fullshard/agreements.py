@@ -5,16 +5,18 @@ A Council has a group of its own, so that a background thread may use it while t
 
 from __future__ import annotations
 
+import atexit
 import pickle
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from fullshard.collectives import Comm, new_group, raise_first, spoken
+from fullshard.collectives import Comm, as_bytes, new_group, raise_first, spoken
 from fullshard.errors import CheckpointError, FullshardError, Stalled
 from fullshard.world import launch
 
@@ -29,15 +31,16 @@ class Council:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self.ranks = comm.all_ranks
-        self.index = comm.members.index(comm.world_rank)
+        members = comm.everyone.members
+        self.ranks = len(members)
+        self.index = members.index(comm.world_rank)
         self.is_first = self.index == 0
         self._group: Any = None
         self.host_copy: Any = None  # the buffer of background saves, kept for the next one
         if self.ranks > 1:
             timeout = timedelta(seconds=launch().stall_timeout_s)
             self._group = dist.new_group(
-                comm.members, backend="gloo", use_local_synchronization=True, timeout=timeout
+                members, backend="gloo", use_local_synchronization=True, timeout=timeout
             )
 
     def tell(self, value: T) -> list[T]:
@@ -75,7 +78,7 @@ class Council:
             problem = CheckpointError(f"{type(error).__name__} while {what}: {error}", "See its cause.")
             problem.__cause__ = error
         everyone = self.tell((spoken(problem), said))
-        raise_first(problem, self._comm.members, [error for error, _ in everyone])
+        raise_first(problem, self._comm.everyone.members, [error for error, _ in everyone])
         return cast(T, result), [cast(S, theirs) for _, theirs in everyone]
 
     def _gathered(self, mine: bytes) -> list[bytes]:
@@ -114,6 +117,32 @@ class Council:
         return [str(p) for p in self._comm.records.look() if p is not None and (not p.alive or p.left)]
 
 
+class Everyone:
+    """All ranks of a model that is tensor-parallel as well: its Comm's, with the group of each beside it."""
+
+    def __init__(self, comm: Comm, ranks: list[int]) -> None:
+        self._rows = dict(zip(comm.members, comm.tell_objects(ranks), strict=True))
+        self.members = self.beside(comm.members)
+        self._group = new_group(self.members, backend="gloo")
+
+    def beside(self, ranks: Sequence[int]) -> list[int]:
+        """The tensor-parallel groups of these ranks, together."""
+        return sorted({r for rank in ranks for r in self._rows[rank]})
+
+    def tell_objects(self, value: Any) -> list[Any]:
+        """Every rank's plain object, by rank."""
+        gathered: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def from_first(self, values: torch.Tensor) -> None:
+        """The first rank's values, in place, on every rank."""
+        if values.numel():
+            target = values.cpu().contiguous()
+            dist.broadcast(as_bytes(target), src=self.members[0], group=self._group)
+            values.copy_(target)
+
+
 def council(comm: Comm) -> Council:
     """The council of a model's ranks; made when first asked for, by all ranks together."""
     found = comm.__dict__.get("_council")
@@ -122,12 +151,49 @@ def council(comm: Comm) -> Council:
     return found
 
 
-def raise_together_first(error: FullshardError | None, grid: torch.Tensor | None) -> None:
-    """Before there are groups of our own: if one rank failed, all that called raise the same exception."""
+def end_groups_at_exit() -> None:
+    """For groups that the script did not start, and so does not end.
+
+    Left open, gloo's threads may abort the exit of a process that did all its work.
+    """
+    atexit.unregister(_end_groups)
+    atexit.register(_end_groups)
+
+
+def _end_groups() -> None:
+    failed = hasattr(sys, "last_value")  # then ranks may still be in a collective, and NCCL would wait for it
+    if dist.is_initialized() and not failed:
+        dist.destroy_process_group()
+
+
+def raise_together_first(
+    error: FullshardError | None, grid: torch.Tensor | None, beside: list[int] | None = None
+) -> None:
+    """Before there are groups of our own: if one rank failed, all that called raise the same exception.
+
+    In a tensor-parallel model the ranks of the grid tell each other first, then each its group beside it.
+    """
     ranks = dist.get_world_size()
     members = list(range(ranks)) if grid is None else sorted(int(r) for r in grid.flatten())
-    group = None if len(members) == ranks else new_group(members)
-    said: list[Any] = [None] * len(members)
+    rounds = [members] if beside is None or grid is None else [members, beside]
+    for among in rounds:
+        group = None if len(among) == ranks else new_group(among)
+        said: list[Any] = [None] * len(among)
+        if len(among) > 1:
+            dist.all_gather_object(said, spoken(error), group=group)
+        try:
+            raise_first(error, among, said)
+        except FullshardError as found:
+            error = found
+    if error is not None:
+        raise error
+
+
+def tell_first(value: T, grid: torch.Tensor) -> list[T]:
+    """Before there are groups of our own: what every rank of the grid says, by rank."""
+    members = sorted(int(r) for r in grid.flatten())
+    said: list[Any] = [value] * len(members)
     if len(members) > 1:
-        dist.all_gather_object(said, spoken(error), group=group)
-    raise_first(error, members, said)
+        group = None if len(members) == dist.get_world_size() else new_group(members)
+        dist.all_gather_object(said, value, group=group)
+    return said

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard import optimizers, surface
+from fullshard import generation, optimizers, surface, tensor_parallel
 from fullshard.collectives import Comm, as_bytes
 from fullshard.copying import duplicate
 from fullshard.errors import FullshardError, ModelError, RankMismatch
@@ -34,10 +36,10 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         problem = error
     comm.raise_together(problem)
     assert materializer is not None
-    undo: list[tuple[nn.Parameter, torch.Tensor]] = []
+    undo: list[Callable[[], None]] = []
     try:
         if options.initial == "verify":
-            _verify(model, units, comm)
+            _verify(units, comm)
         live = []
         for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
             _fill(unit, materializer, comm)
@@ -45,11 +47,12 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             live.append(_live(index, unit, planned, lanes))
             _show_resting(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
-        for buffer in model.buffers():
+        for buffer in map(tensor_parallel.local_of, model.buffers()):
+            comm.same_beside([buffer])
             comm.from_first(buffer)
     except BaseException:
-        for parameter, value in undo:
-            parameter.data = value
+        for step in undo:
+            step()
         materializer.undo()
         raise
     _nest(live)
@@ -61,6 +64,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime.copier = duplicate
     runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
     surface.attach(runtime, model)
+    generation.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
@@ -90,20 +94,20 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
     comm.raise_together(problem)
 
 
-def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
-    """On request: ranks must have built equal values."""
-    ours = {member.name for unit in units for member in unit.members}
-    named = [(n, p) for n, p in model.named_parameters() if n in ours and not p.is_meta]
-    names, digests = [name for name, _ in named], []
-    for _, parameter in named:
-        raw = as_bytes(parameter.detach().cpu().contiguous())
-        digests.append(hashlib.sha256(raw.numpy().tobytes()).hexdigest())
-    everyone = comm.tell_objects(digests)
-    for rank, theirs in zip(comm.members, everyone, strict=True):
-        for name, mine, first in zip(names, theirs, everyone[0], strict=True):
-            if mine != first:
+def _verify(units: Sequence[Unit], comm: Comm) -> None:
+    """On request: ranks must have built equal values, where they hold the same part of a parameter."""
+    digests: dict[tuple[str, Any], str] = {}
+    for member in (m for unit in units for m in unit.members if not m.parameter.is_meta):
+        raw = as_bytes(tensor_parallel.local_of(member.parameter).detach().cpu().contiguous())
+        part = None if member.region is None else member.region.offsets
+        digests[member.name, part] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+    first: dict[tuple[str, Any], tuple[int, str]] = {}
+    for rank, theirs in zip(comm.everyone.members, comm.everyone.tell_objects(digests), strict=True):
+        for key, digest in theirs.items():
+            before, same = first.setdefault(key, (rank, digest))
+            if digest != same:
                 raise RankMismatch(
-                    f"rank {rank} built other values than rank {comm.members[0]} for parameter {name!r}",
+                    f"rank {rank} built other values than rank {before} for parameter {key[0]!r}",
                     "Seed every rank alike, or use initial='broadcast', where the first rank's values win.",
                 )
 
@@ -114,7 +118,9 @@ def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options
     lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.whole_at_rest)
     whole = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
     for piece, member in zip(plan.layout.pieces, members, strict=True):
-        whole[piece.start : piece.stop].copy_(in_memory_order(member.parameter.detach(), piece))
+        part = tensor_parallel.part_of(member.parameter.detach(), piece.region)
+        whole[piece.start : piece.stop].copy_(in_memory_order(part, piece))
+    comm.same_beside(lane.uncut_views(whole))
     comm.from_first(whole)
     lane.rest.copy_(whole if options.whole_at_rest else whole.view(comm.ranks, -1)[comm.rank])
     return lane
@@ -134,12 +140,17 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged)
 
 
-def _show_resting(
-    lanes: list[Lane], undo: list[tuple[nn.Parameter, torch.Tensor]], materializer: Materializer
-) -> None:
+def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
     for lane in lanes:
         # What was materialised here goes back to meta, and keeping it would keep the whole model.
-        undo.extend((p, p.data) for p in lane.parameters if not materializer.made(p))
+        for parameter in lane.parameters:
+            if materializer.made(parameter):
+                continue
+            if tensor_parallel.is_cut(parameter):
+                twin = tensor_parallel.come_to_rest(parameter)
+                undo.append(partial(tensor_parallel.undo_rest, parameter, twin))
+            else:
+                undo.append(partial(setattr, parameter, "data", parameter.data))
         lane.show_resting()
 
 

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashSt
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, speak_as
+from fullshard.grid import grid_of
 from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
 from fullshard.waiting import Operation, Waiter, Watch
@@ -114,9 +115,11 @@ class Comm:
         self.waiter = Waiter(self.records, host_waits, launch().stall_timeout_s)
         self.line = Line(self, inner, "")
         self.across = Line(self, outer, " across") if self.two_level else None
-        self._small_group = self.line.reduce_group
+        self._small_group, self._small_ranks = self.line.reduce_group, self.ranks
         if self.two_level:
             self._small_group = new_group(self.members)
+        self._shard_members = self.members if self.two_level else inner
+        self._joined: Any = None
         self._replica_group = new_group(outer) if self.replicas > 1 else None
         # On the device the first rank's values go down its column of the grid, then along every row.
         self._row_source, self._column_source = inner[0], outer[0]
@@ -193,7 +196,7 @@ class Comm:
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
-        if self.ranks == 1 or not values.is_floating_point():
+        if self._small_ranks == 1 or not values.is_floating_point():
             return self._small(values, dist.ReduceOp.MAX)
         nan = torch.isnan(values)
         both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
@@ -206,7 +209,7 @@ class Comm:
         return self._small(values, dist.ReduceOp.MIN)
 
     def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        if self.ranks > 1:
+        if self._small_ranks > 1:
             self._all_reduce(values, op, self._small_group, "gradients")
         return values
 
@@ -277,7 +280,27 @@ class Comm:
 
     def raise_together(self, error: FullshardError | None) -> None:
         """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
-        raise_first(error, self.members, self.tell_objects(spoken(error)))
+        raise_first(error, self.everyone.members, self.everyone.tell_objects(spoken(error)))
+
+    def join(self, everyone: Any) -> None:
+        """The tensor-parallel groups of these ranks hold other parts: sums of shards go over them, too."""
+        small = everyone.beside(self._shard_members)
+        self._small_group, self._small_ranks = new_group(small), len(small)
+        self._joined = everyone
+
+    @property
+    def everyone(self) -> Any:
+        """All ranks of the model: more than these if it is tensor-parallel as well."""
+        return self if self._joined is None else self._joined
+
+    def same_beside(self, values: Sequence[torch.Tensor]) -> None:
+        """What tensor parallelism has not cut is the first rank's on all its ranks, too."""
+        if self._joined is not None and values:
+            flat = torch.cat([as_bytes(v.contiguous()) for v in values])
+            self._joined.from_first(flat)
+            sizes = [v.numel() * v.element_size() for v in values]
+            for value, part in zip(values, torch.split(flat, sizes), strict=True):
+                value.copy_(part.view(value.dtype).view(value.shape))
 
     def check_agreement(self) -> None:
         """At the end of each pass: were all ranks of this host in the same operations?"""
@@ -321,11 +344,11 @@ def new_group(ranks: list[int], backend: str | None = None) -> Any:
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
-def start() -> None:
+def start() -> bool:
     """Start the default process group if there is none: from the launcher, or as a world of one."""
     if dist.is_initialized():
         speak_as(dist.get_rank())
-        return
+        return False
     said = launch()
     speak_as(said.rank)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -335,6 +358,7 @@ def start() -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return True
 
 
 def own_rank() -> int:
@@ -362,7 +386,7 @@ def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
     """Rows are shard groups, columns replicas. None is all ranks: one row, or with hybrid one a node."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if mesh is not None:
-        return _grid(mesh, hybrid, rank, ranks)
+        return grid_of(mesh, hybrid, rank, ranks)
     inner = launch().local_ranks if hybrid else ranks
     if ranks % inner:
         raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
@@ -386,32 +410,3 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     row = grid[int(torch.where(grid == rank)[0][0])].tolist()
     nodes = len({r // inner for r in row})
     return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)
-
-
-def _grid(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:
-    if not isinstance(mesh, DeviceMesh):
-        raise OptionError(f"mesh is {mesh!r}", "Give a torch DeviceMesh, or None for all ranks.")
-    grid, names = mesh.mesh.cpu(), tuple(mesh.mesh_dim_names or ())
-    if hybrid:
-        if grid.dim() != 2 or set(names) != {"replicate", "shard"}:
-            raise OptionError(
-                f"strategy 'hybrid' got a mesh with axes {names or grid.dim()}",
-                'Use init_device_mesh(device, (R, S), mesh_dim_names=("replicate", "shard")).',
-            )
-        grid = grid if names == ("replicate", "shard") else grid.t()
-    elif grid.dim() != 1:
-        raise OptionError(
-            f"the mesh has {grid.dim()} axes {names}, but only strategy 'hybrid' uses two",
-            "Pass a mesh of one axis, such as mesh['shard'], or strategy='hybrid'.",
-        )
-    if int(grid.max()) >= ranks:
-        raise OptionError(
-            f"the mesh names rank {int(grid.max())}, but there are {ranks} ranks",
-            "Build the mesh over the ranks of this run.",
-        )
-    if not bool((grid == rank).any()):
-        raise OptionError(
-            f"the mesh {grid.tolist()} leaves out rank {rank}",
-            "Call fs.shard on the ranks of the mesh alone, or build one with every rank.",
-        )
-    return grid.view(1, -1) if grid.dim() == 1 else grid

@@ -36,6 +36,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
         unit.hold([units[inner.index] for inner in old.inner])
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
+    twin.alone = runtime.alone
     order = runtime.gathering.order
     twin.gathering.order = None if order is None else list(order)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
@@ -60,6 +61,7 @@ def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
     lanes = [memo[id(lane)] for lane in unit.lanes]
     slots = Slots(unit.name, modules)
     twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, unit.merged)  # type: ignore[misc]
+    twin.stays_full, twin.casts = unit.stays_full, unit.casts
     return twin
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import agreements, collectives, world
+from fullshard import agreements, collectives, tensor_parallel, world
 from fullshard import options as _options
 from fullshard.build import build
 from fullshard.collectives import Comm
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
+from fullshard.generation import inferring
 from fullshard.options import Options
 from fullshard.plan import Plan, make_plan
 from fullshard.precision import Precision
 from fullshard.runtime import Runtime
+from fullshard.staying_full import Kept
 from fullshard.units import Unit, find_units
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,7 +50,8 @@ def shard(
 
     strategy: 'zero3' (default), 'zero2', 'zero1', 'replicate', or 'hybrid' (shard inside, replicate across).
     precision: 'fp32', 'bf16', 'fp16', or an fs.Precision.
-    mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks.
+    mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks. For a model that is
+        tensor-parallel already, its other axis: mesh['dp'], or the whole mesh, if its axes have names.
     units: None finds them; or module classes; or a function of a module that returns a bool.
     checkpoint_activations: compute the activations of each block again in backward.
     ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
@@ -63,10 +66,14 @@ def shard(
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
         masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
-    collectives.start()
+    if collectives.start():
+        agreements.end_groups_at_exit()
     found: _Found | None = None
     problem: FullshardError | None = None
+    grid: torch.Tensor | None = None
+    beside: list[int] | None = None
     try:
+        grid, beside = _ranks(model, mesh, strategy)
         said = _options.parse(
             strategy=strategy,
             precision=precision,
@@ -81,18 +88,20 @@ def shard(
             reduce=reduce,
             across=across,
         )
-        found = _look_at(model, said, mesh)
+        found = _look_at(model, said, grid)
         said = found.said
     except FullshardError as error:
         problem = error
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
         problem = ModelError(f"{type(error).__name__} while looking at the model: {error}", "See its cause.")
         problem.__cause__ = error
-    agreements.raise_together_first(problem, None if found is None else found.grid)
+    agreements.raise_together_first(problem, grid, beside)
     assert found is not None
     if found.device.type == "cuda":
         world.let_segments_grow()
     comm = Comm(found.device, found.grid, two_level=said.across == "shard")
+    if beside is not None:
+        comm.join(agreements.Everyone(comm, beside))
     _agree_on_model(comm, model, found.units, said)
     build(model, found.units, comm, said)
     if found.device.type == "cuda":
@@ -110,11 +119,25 @@ class _Found:
     units: list[Unit]
 
 
-def _look_at(model: nn.Module, said: Options, mesh: DeviceMesh | None) -> _Found:
+def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[torch.Tensor, list[int] | None]:
+    """The grid of ranks to shard over, and beside it the ranks of this rank's tensor-parallel group."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module", "Pass the model.")
+    parallel = tensor_parallel.mesh_of(model)
+    if parallel is None:
+        return collectives.rank_grid(mesh, strategy == "hybrid"), None
+    if mesh is None:
+        raise OptionError(
+            f"parameter {tensor_parallel.first_cut_name(model)!r} is a DTensor: over which ranks to shard is "
+            "not known",
+            "Give the mesh axis to shard over: mesh=mesh['dp'].",
+        )
+    grid = collectives.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
+    return grid, tensor_parallel.ranks_beside(parallel, grid, tensor_parallel.first_cut_name(model))
+
+
+def _look_at(model: nn.Module, said: Options, grid: torch.Tensor) -> _Found:
     device = world.compute_device(_model_device(model))
-    grid = collectives.rank_grid(mesh, said.strategy == "hybrid")
     _refuse_unfit(model)
     said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
     return _Found(device, grid, said, find_units(model, said))
@@ -152,7 +175,9 @@ def plan(
         keep_full=keep_full,
         on_gpu=world.compute_device(_model_device(model)).type == "cuda",
     )
-    return make_plan(model, ranks or collectives.rank_count(), said)
+    parallel = tensor_parallel.mesh_of(model)
+    beside = 1 if parallel is None else parallel.size()
+    return make_plan(model, ranks or max(1, collectives.rank_count() // beside), said)
 
 
 @contextmanager
@@ -169,6 +194,27 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
 
 
 @contextmanager
+def inference(model: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
+    """Evaluation and generation: no gradients, and units are gathered once and stay full while memory allows.
+
+    memory: bytes for full values, the least that any rank gives; 'all', or 0 for none. None is half of what
+        is free on the device, or on the host the same share for each of its ranks.
+
+    All ranks must enter. Inside, each rank may run any number of forwards on any path, and `generate`. Where
+    everything stays full (`with fs.inference(model) as kept:`, `kept.everything`) no rank waits for another;
+    where not, a rank that needs a unit waits until all others need one or leave, and they leave together.
+    Parameters must not change inside, and backward and optimizer steps are refused.
+    """
+    runtime = runtime_of(model)
+    if runtime.gathering.staying is None:
+        runtime.comm.meet("inference")
+    elif memory is not None:
+        raise StateError("fs.inference is open already", "Leave memory= out inside: the outer one decides.")
+    with inferring(runtime, model, memory) as kept:
+        yield kept
+
+
+@contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Around all micro-batches but the last: postpones communication where the strategy allows it.
 
@@ -182,13 +228,45 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         reduction.postponing = before
 
 
-def even_batches(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
+def even_batches(batches: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
     """The same number of steps on every rank, however many batches each has.
 
     A rank that has run out gets its last batch again, and its backward counts nothing: gradients are
-    the mean over the ranks that still have data. Costs one small agreement a batch.
+    the mean over the ranks that still have data. Costs one small agreement a batch. In an evaluation leave
+    out what comes of a batch while `repeated` of the returned iterator is true.
     """
-    runtime = runtime_of(model)
+    return EvenBatches(batches, model)
+
+
+class EvenBatches(Iterator[Batch]):
+    """What fs.even_batches hands out."""
+
+    def __init__(self, batches: Iterable[Batch], model: nn.Module) -> None:
+        # Shared with the steps. They must not hold this object: a cycle would outlive a loop that is left.
+        self._repeated = [False]
+        self._steps = _even_steps(batches, runtime_of(model), self._repeated)
+
+    @property
+    def repeated(self) -> bool:
+        """The batch handed out last is one that this rank had before, because others still have data."""
+        return self._repeated[0]
+
+    def __next__(self) -> Batch:
+        return next(self._steps)
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+def _even_steps(
+    batches: Iterable[Batch], runtime: Runtime, repeated: list[bool]
+) -> Generator[Batch, None, None]:
+    staying = runtime.gathering.staying
+    if staying is not None and not staying.kept.everything:
+        raise StateError(
+            "fs.even_batches inside an fs.inference that does not keep all units full",
+            "Loop over each rank's own batches: inside fs.inference their numbers may differ.",
+        )
     iterator, last, first = iter(batches), None, True
     try:
         while True:
@@ -208,14 +286,26 @@ def even_batches(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
                 return
             first = False
             runtime.reduction.absent, runtime.reduction.active_ranks = not here, active
+            repeated[0] = not here
             yield batch  # type: ignore[misc]
     finally:
+        repeated[0] = False
         runtime.reduction.absent, runtime.reduction.active_ranks = False, runtime.comm.all_ranks
+
+
+def model_of(model: M) -> M:
+    """The model itself, where `model` is a wrapper that stands for it, and shards it when first used."""
+    inside = getattr(type(model), "fullshard_model", None)
+    return model if inside is None else inside(model)
 
 
 def runtime_of(module: nn.Module) -> Runtime:
     """The engine of a sharded module."""
-    runtime = module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
+    module = model_of(module)
+    here = module.__dict__ if isinstance(module, nn.Module) else {}
+    if "_fullshard" not in here and "_fullshard_begin" in here:
+        here["_fullshard_begin"](module)  # marked by torch_fsdp, to be sharded when first used
+    runtime = here.get("_fullshard")
     if runtime is None:
         raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
     return runtime  # type: ignore[no-any-return]
@@ -263,20 +353,21 @@ def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Optio
     for unit in units:
         for m in unit.members:
             kind = "trainable" if m.parameter.requires_grad else "frozen"
+            cut = tensor_parallel.spec_of(m.parameter)
             rows.append(
-                f"parameter {m.name!r} of shape {m.shape}, {m.parameter.dtype}, {kind}, "
-                f"in {unit_label(unit.name)}"
+                f"parameter {m.name!r} of shape {tuple(m.parameter.shape)}, {m.parameter.dtype}, {kind}, "
+                f"in {unit_label(unit.name)}" + ("" if cut is None else f", {cut.placements}")
             )
     rows += [f"buffer {n!r} of shape {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    if len(set(comm.tell_objects(digest))) == 1:
+    if len(set(comm.everyone.tell_objects(digest))) == 1:
         return
-    everyone = comm.tell_objects(rows)
-    for rank, theirs in zip(comm.members, everyone, strict=True):
+    everyone, members = comm.everyone.tell_objects(rows), comm.everyone.members
+    for rank, theirs in zip(members, everyone, strict=True):
         if theirs != everyone[0]:
             here, there = _first_difference(theirs, everyone[0])
             raise RankMismatch(
-                f"rank {rank} has {here}, where rank {comm.members[0]} has {there}",
+                f"rank {rank} has {here}, where rank {members[0]} has {there}",
                 "Build the same model with the same options on every rank.",
             )
 

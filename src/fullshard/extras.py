@@ -15,6 +15,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "transformers": ("5.22",),
     "trl": ("1.16",),
     "lightning": ("2.6",),
+    "pytorch-lightning": ("2.6",),
 }
 
 

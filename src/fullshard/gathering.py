@@ -10,14 +10,17 @@ those it skipped); and before it sends a unit's gradients, it has taken part in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from fullshard.collectives import Comm
+from fullshard.errors import RankMismatch, Stalled, StateError
 from fullshard.live import NO_TASK, LiveUnit, State
 from fullshard.options import Options
 from fullshard.order import Walk, backward_order, kept_units, one_path, settle
+from fullshard.staying_full import Kept, StayingFull, chosen
 
 _DONE = -1
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -48,6 +51,7 @@ class Gathering:
         self._sticky: set[int] = set()  # called several times in a pass of ranks on different paths
         self.forward: Walk | None = None
         self.backward: Walk | None = None
+        self.staying: StayingFull | None = None  # inside fs.inference
         self.grad_pass = False
         self.keeping = False  # full values stay for the next micro-batch (fs.accumulate)
         self._releasing = True  # this pass lets units go after their forward
@@ -60,6 +64,9 @@ class Gathering:
 
     def need(self, unit: LiveUnit) -> None:
         """Make a unit full, passing the order up to it, and ask for the next one."""
+        if self.staying is not None:
+            self.staying.need(unit)
+            return
         walk = self.forward if current_task() == NO_TASK else self.backward
         if walk is None or unit.whole:
             if unit.depth == 0:
@@ -142,7 +149,8 @@ class Gathering:
                 if self._releasing and not self._kept(self.units[index]):
                     self.units[index].release()
         for unit in self.units:
-            stays = unit is self.root or unit.unhooked or (walk_known and self._kept(unit))
+            root_stays = unit is self.root and unit.stays_full is not False
+            stays = root_stays or unit.unhooked or (walk_known and self._kept(unit))
             if not keep or (self._releasing and not stays):
                 unit.release()
             unit.claims = 0
@@ -177,8 +185,8 @@ class Gathering:
                 parents[inner.index] = outer.index
         self.order = settle(self._paths, parents)
         self.diverges = not one_path(self._paths)
+        self.choose_kept()
         if self._options.releases_after_forward and not self.diverges:
-            self._keep = self._kept_units(self.order)
             self._returning = {
                 unit
                 for unit in self.order
@@ -188,14 +196,58 @@ class Gathering:
             self._sticky = {u for path in self._paths for u in path if path.count(u) > 1}
         return self.order
 
-    def _kept_units(self, order: Sequence[int]) -> set[int]:
-        sizes = [unit.full_bytes for unit in self.units]
-        return kept_units(order, sizes, *self._options.keeps, self._no_need)
+    def choose_kept(self) -> None:
+        """Which units stay full from forward to backward; again when somebody changed what he wants."""
+        if self._options.releases_after_forward and self.order is not None and not self.diverges:
+            sizes = [unit.full_bytes for unit in self.units]
+            self._keep = kept_units(self.order, sizes, *self._options.keeps, self._no_need)
+            self._keep |= {unit.index for unit in self.units[1:] if unit.stays_full}
+
+    # ---- fs.inference
+
+    @contextmanager
+    def stay_full(self, budget_bytes: int, among: set[int]) -> Iterator[Kept]:
+        """Of the units `among`, those within the smallest budget of any rank are gathered and stay full."""
+        if self.forward is not None or self.backward is not None or current_task() != NO_TASK:
+            raise StateError("fs.inference inside a forward or backward", "Open it between steps.")
+        if self.staying is not None:
+            yield self.staying.kept  # the outer one decides, and ends it
+            return
+        if any(unit.whole for unit in self.units) and not all(unit.whole for unit in self.units):
+            raise StateError(
+                "fs.inference where fs.full is open for a part of the model",
+                "Open fs.full for the whole model, or leave it first.",
+            )
+        self.staying = staying = StayingFull(self.units, self._comm, self._staying(budget_bytes, among))
+        try:
+            yield staying.kept
+        except BaseException as error:
+            self.staying = None
+            if isinstance(error, Exception) and not isinstance(error, Stalled | RankMismatch):
+                staying.close(failed=True)
+            else:
+                staying.let_go()  # nobody to wait for, or no time to
+            raise
+        self.staying = None
+        staying.close(failed=False)
+
+    def _staying(self, budget_bytes: int, among: set[int]) -> set[int]:
+        """Agreed by all ranks, except inside fs.full: there all values are here already."""
+        if self.root.whole:
+            return {unit.index for unit in self.units}
+        full = [int(not unit.releasable or unit.state is not State.AT_REST) for unit in self.units]
+        before, self._comm.phase = self._comm.phase, "inference"
+        said = self._comm.tell_many([budget_bytes, *full]).amin(0).tolist()
+        self._comm.phase = before
+        free = {index for index, flag in enumerate(said[1:]) if flag}
+        return chosen([unit.full_bytes for unit in self.units], among, free, said[0])
 
     # ---- a backward
 
     def begin_backward(self) -> list[int]:
         """Returns the order in which units are gathered in forward."""
+        if self.staying is not None:
+            raise StateError("backward inside fs.inference", "Leave `with fs.inference(model):` before it.")
         order = self.order or self._settle()
         kept = {unit.index for unit in self.units if unit.state is not State.AT_REST}
         if self._options.releases_after_forward:

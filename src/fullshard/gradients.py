@@ -54,6 +54,7 @@ class GradShard(torch.Tensor):
     comm: Comm
     part: torch.Tensor
     whole: bool
+    answers: bool  # in sums of what is computed from it; where ranks hold the same, the first of them does
 
     holder: Holder
 
@@ -61,12 +62,18 @@ class GradShard(torch.Tensor):
 
     @staticmethod
     def make(
-        values: torch.Tensor, comm: Comm, part: torch.Tensor | None = None, holder: Holder | None = None
+        values: torch.Tensor,
+        comm: Comm,
+        part: torch.Tensor | None = None,
+        holder: Holder | None = None,
+        answers: bool = True,
     ) -> GradShard:
         gradient = values.as_subclass(GradShard)
-        gradient.comm, gradient.holder = comm, holder or _SETTLED
+        gradient.comm, gradient.holder, gradient.answers = comm, holder or _SETTLED, answers
         gradient.whole = part is not None
         gradient.part = values if part is None else part
+        if not answers:
+            gradient.part = gradient.part.reshape(-1)[:0]
         return gradient
 
     @classmethod
@@ -147,7 +154,7 @@ def relabel(func: Callable[..., Any], out: torch.Tensor, args: Any, kwargs: Any)
     if not found or found[0].whole:
         return out
     if out.shape == found[0].shape or (name_of(func) in RESHAPES and out.numel() == found[0].numel()):
-        return GradShard.make(out, found[0].comm)
+        return GradShard.make(out, found[0].comm, answers=found[0].answers)
     return refuse(func, args, kwargs)
 
 

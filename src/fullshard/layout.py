@@ -12,20 +12,55 @@ A parameter may lie on several ranks; every element lies on exactly one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 ALIGN_BYTES = 16  # unaligned all-gathers were reported twelve times slower
 
 
 @dataclass(frozen=True)
+class Region:
+    """A rectangle of a whole tensor that a group of ranks holds, where tensor parallelism has cut it.
+
+    `first` is whether this rank is the first of those that hold the same rectangle.
+    """
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: bool
+
+    @property
+    def is_cut(self) -> bool:
+        return self.sizes != self.whole
+
+    @property
+    def in_rows(self) -> bool:
+        """Whole rows only: one interval of the whole tensor's elements."""
+        return self.sizes[1:] == self.whole[1:]
+
+    @property
+    def begin(self) -> int:
+        """Where the rows begin, in elements of the whole tensor."""
+        return self.offsets[0] * prod(self.whole[1:]) if self.whole else 0
+
+
+@dataclass(frozen=True)
 class Piece:
-    """One parameter's place in a lane. `order` lists its dimensions from slowest to fastest in memory."""
+    """One parameter's place in a lane. `order` lists its dimensions from slowest to fastest in memory.
+
+    With a `region` the parameter is that part of a whole tensor: `shape` is the part's.
+    """
 
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
     start: int
+    region: Region | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.region is None else self.region.whole
 
     @property
     def num_elements(self) -> int:
@@ -76,11 +111,16 @@ class Layout:
         return start - piece.start, stop - piece.start
 
     def written(self, piece: Piece, rank: int, replica: int, replicas: int) -> tuple[int, int]:
-        """The part of `kept` that this rank saves: replicas keep the same, and share the work."""
+        """The part of `kept` that this rank saves: replicas keep the same, and share the work.
+
+        Of the tensor-parallel ranks that hold the same, the first saves it.
+        """
         low = rank * self.interval
         first, last = (low + self.interval * i // replicas - piece.start for i in (replica, replica + 1))
         start, stop = self.kept(piece, rank)
         start = min(max(start, first), stop)
+        if piece.region is not None and not piece.region.first:
+            return start, start
         return start, max(min(stop, last), start)
 
     def in_shard(self, piece: Piece, rank: int) -> tuple[int, int]:
@@ -102,6 +142,12 @@ def lay_out(
         pieces.append(piece)
         offset = round_up(piece.stop, align)
     return Layout(tuple(pieces), ranks, round_up(-(-offset // ranks), align))
+
+
+def with_regions(layout: Layout, regions: Sequence[Region | None]) -> Layout:
+    """The same layout, its pieces known as parts of whole tensors."""
+    pairs = zip(layout.pieces, regions, strict=True)
+    return replace(layout, pieces=tuple(replace(piece, region=region) for piece, region in pairs))
 
 
 def align_elements(narrowest_bytes: int) -> int:
@@ -129,11 +175,18 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 
 def boxes(piece: Piece, start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a parameter, in memory order, as rectangles of its own shape."""
+    """The elements [start, stop) of a parameter, in memory order, as rectangles of the whole tensor."""
     found = _boxes(piece.memory_shape, start, stop)
     back = {d: i for i, d in enumerate(piece.order)}
     axes = [back[d] for d in range(len(piece.shape))]
-    return [Box(tuple(b.offsets[i] for i in axes), tuple(b.sizes[i] for i in axes)) for b in found]
+    begin = (0,) * len(piece.shape) if piece.region is None else piece.region.offsets
+    return [
+        Box(
+            tuple(b.offsets[i] + begin[d] for d, i in enumerate(axes)),
+            tuple(b.sizes[i] for i in axes),
+        )
+        for b in found
+    ]
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

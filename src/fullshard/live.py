@@ -18,6 +18,9 @@ from fullshard.units import looks_up_only
 NO_TASK = -1
 
 
+Casts = tuple[torch.dtype | None, torch.dtype | None]  # of inputs, of outputs; None leaves them
+
+
 class State(Enum):
     AT_REST = "at rest"
     GATHERING = "gathering"
@@ -56,6 +59,9 @@ class LiveUnit:
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
         self.state = State.AT_REST
         self.whole = False  # inside fs.full: its parameters hold whole values
+        self.held = False  # inside fs.inference: stays full until that is left
+        self.stays_full: bool | None = None  # from forward to backward; None: the engine decides
+        self.casts: Casts | None = None  # what its modules take and return, where that is not the run's
         self.depth = 0  # forwards of it that are running
         self._shown = slots.part(None)  # which of its places show full parameters while they run
         self.claims = 0  # entries of the walk that were passed for it and not used yet
@@ -95,7 +101,7 @@ class LiveUnit:
 
     def release(self) -> None:
         self.claims = 0
-        if self.state is State.AT_REST or self.depth or not self.releasable:
+        if self.state is State.AT_REST or self.depth or self.held or not self.releasable:
             return
         if self.state is State.GATHERING:
             self.ready()
@@ -133,6 +139,21 @@ class LiveUnit:
         self.depth -= 1
         if self.depth == 0:
             self.slots.show_resting(self._shown)
+
+    def hand_out(self, grad: bool, tensor: torch.Tensor) -> torch.Tensor:
+        """What a caller gets of a tensor that leaves the unit.
+
+        A view of a parameter would dangle after release: the caller gets a copy. A tensor that needs a
+        gradient leaves through a node of its own, younger than all the unit made: autograd runs it first,
+        so the unit is full before anything it left elsewhere (an auxiliary loss, say) is differentiated.
+        """
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        if tensor.untyped_storage()._cdata in self.storages:
+            return tensor.clone()
+        if grad and tensor.grad_fn is not None:
+            return tensor.view_as(tensor)
+        return tensor
 
     def results_in_attributes(self, called: nn.Module) -> Iterator[torch.Tensor]:
         """Tensors that a forward leaves in its modules' attributes (`self.aux_loss`), found at the first."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ModelError
+from fullshard.tensor_parallel import local_of, resting, spec_of
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
@@ -83,14 +84,23 @@ class Materializer:
     def _give_memory(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                twin = nn.Parameter(_marked(parameter, self._device), requires_grad=parameter.requires_grad)
-                _swap(parameter, twin)  # the user's own object, now with memory
+                _swap(parameter, twin := self._twin(parameter))  # the user's own object, now with memory
                 self._twins.append((parameter, twin))
                 self._made.add(id(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 self._buffers.append((module, name, buffer))
-                module._buffers[name] = _marked(buffer, self._device)
+                spec, marked = spec_of(buffer), _marked(local_of(buffer), self._device)
+                module._buffers[name] = marked if spec is None else spec.wrap(marked)
+
+    def _twin(self, parameter: nn.Parameter) -> Any:
+        spec = spec_of(parameter)
+        if spec is None:
+            return nn.Parameter(_marked(parameter, self._device), requires_grad=parameter.requires_grad)
+        # Whole, and plain: initializers draw the numbers that they would draw in one process, and the part
+        # is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
+        whole = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
+        return resting(_marked(whole, self._device), parameter.requires_grad, spec)
 
     def made(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._made
@@ -121,6 +131,7 @@ def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _shows_mark(value: torch.Tensor) -> bool:
+    value = local_of(value)
     if value.is_meta:
         return True
     if value.dtype is torch.bool or not value.numel():

@@ -142,17 +142,17 @@ def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _local_norms(tensors, _order(said.get("ord", 2)), said.get("dtype"))
 
 
-def _nobody(_: torch.Tensor) -> Comm | None:
+def _nobody(_: torch.Tensor) -> tuple[Comm, bool] | None:
     return None
 
 
-# Set by `optimizers`: the ranks that share the parameter whose .grad this is.
-owners_comm: Callable[[torch.Tensor], Comm | None] = _nobody
+# Set by `optimizers`: the ranks that share the parameter whose .grad this is, and whether this one answers.
+owners_comm: Callable[[torch.Tensor], tuple[Comm, bool] | None] = _nobody
 
 
 def _labelled(gradient: torch.Tensor) -> torch.Tensor:
-    comm = owners_comm(gradient)
-    return gradient if comm is None else GradShard.make(gradient, comm)
+    found = owners_comm(gradient)
+    return gradient if found is None else GradShard.make(gradient, found[0], answers=found[1])
 
 
 # ---- other reductions of a whole gradient
@@ -171,10 +171,10 @@ def _reduction(combine: str) -> Callable[..., Any]:
         if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
             return refuse(func, args, kwargs)
         with plainly():
-            if name_of(func) in ("any", "all") and not gradient.numel():
+            if name_of(func) in ("any", "all") and not gradient.part.numel():
                 out = torch.tensor(name_of(func) == "all", device=gradient.device)
             else:
-                out = func(gradient.part if gradient.numel() else _neutral(combine, gradient), **options)
+                out = func(gradient.part if gradient.part.numel() else _neutral(combine, gradient), **options)
             flags = out.dtype is torch.bool
             local = out.to(torch.uint8) if flags else out.clone()
             total: torch.Tensor = getattr(gradient.comm, f"{combine}_shards")(local)
@@ -198,7 +198,7 @@ def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if len(args) > 1 or set(kwargs) - {"input"}:
         return refuse(func, args, kwargs)
-    count = torch.tensor(float(gradient.numel()), device=gradient.device)
+    count = torch.tensor(float(gradient.part.numel()), device=gradient.device)
     return torch.sum(gradient) / gradient.comm.sum_shards(count)
 
 
@@ -223,16 +223,20 @@ def _concatenate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found = gradients_in(args)
     if found[0].whole:
         return out
-    return GradShard.make(out, found[0].comm) if len(found) == len(args[0]) else refuse(func, args, kwargs)
+    # Beside tensor parallelism some count on one rank of its group and some on all: no one answer for both.
+    parallel = found[0].comm.everyone is not found[0].comm
+    if parallel or len(found) < len(args[0]):
+        return refuse(func, args, kwargs)
+    return GradShard.make(out, found[0].comm)
 
 
 def _unscale(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """GradScaler's check: an inf on one rank skips the step on every rank."""
     with plainly():
         func(*args, **kwargs)
-        found = gradients_in(args)[0]
-        if not found.whole:
-            found.comm.max_shards(args[1])
+        cut = next((g for g in gradients_in(args) if not g.whole), None)
+        if cut is not None:
+            cut.comm.max_shards(args[1])
     return None
 
 

@@ -7,7 +7,9 @@ lose state.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard import norms
 from fullshard.collectives import Comm
 from fullshard.errors import OptimizerError, StateError
+from fullshard.layout import Region
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane
 from fullshard.state import StateShard, to_rest
+from fullshard.tensor_parallel import is_cut
 
 # They look at whole matrices, whole vectors or norms of parameters, and a shard has none of these.
 NOT_ELEMENT_WISE = {
@@ -51,37 +55,68 @@ def owner(parameter: torch.Tensor) -> Runtime | None:
     return reference() if reference is not None else None
 
 
-def _comm_of_gradient(gradient: torch.Tensor) -> Comm | None:
-    """The ranks that share the parameter whose .grad this is; None for a parameter that is not sharded."""
+def _comm_of_gradient(gradient: torch.Tensor) -> tuple[Comm, bool] | None:
+    """The ranks that share the parameter whose .grad this is, and whether this one answers for it in sums;
+    None for a parameter that is not sharded."""
     for runtime in {r for reference in _owners.values() if (r := reference()) is not None}:
-        if not runtime.options.whole_at_rest and any(p.grad is gradient for p in runtime.parameters):
-            return runtime.comm
+        for lane in runtime.lanes:
+            for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
+                if parameter.grad is gradient:
+                    return _answering(lane, piece.region)
     return None
+
+
+def _answering(lane: Lane, region: Region | None) -> tuple[Comm, bool] | None:
+    first = region is None or region.first
+    if not lane.whole_at_rest:
+        return lane.comm, first
+    if region is None or not region.is_cut:
+        return None  # whole: nothing to ask the others
+    return lane.comm, first and lane.comm.rank == 0
 
 
 norms.owners_comm = _comm_of_gradient
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not _owners:
-        return
+        return None
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _checked.get(optimizer)
     if known is None or known[0] != count:
-        runtimes = _check(optimizer)
-        if runtimes:
+        found = _check(optimizer)
+        if found:
             show_whole_shapes(optimizer)
-        known = (count, [weakref.ref(r) for r in runtimes])
+        known = (count, [weakref.ref(r) for r in found])
         _checked[optimizer] = known
-    for reference in known[1]:
-        runtime = reference()
-        if runtime is None:
-            continue
+    runtimes = [runtime for reference in known[1] if (runtime := reference()) is not None]
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if runtimes and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
+        behind = functools.partial(_closed, closure, runtimes)
+        return (
+            ((args[0], behind, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": behind})
+        )
+    _require_gradients(runtimes)
+    return None
+
+
+def _closed(closure: Callable[[], Any], runtimes: list[Runtime]) -> Any:
+    loss = closure()
+    _require_gradients(runtimes)
+    return loss
+
+
+def _require_gradients(runtimes: list[Runtime]) -> None:
+    for runtime in runtimes:
         runtime.reduction.require_nothing_piled()
         runtime.refuse_unseen_backward()
         runtime.steps += 1
         if any(unit.whole for unit in runtime.units):
             raise StateError("optimizer.step() inside fs.full", "Leave `with fs.full(model):` first.")
+        if runtime.gathering.staying is not None:
+            raise StateError(
+                "optimizer.step() inside fs.inference", "Leave `with fs.inference(model):` first."
+            )
 
 
 def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
@@ -91,7 +126,8 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
         return runtimes
     resting = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
     for group, parameter in held:
-        if id(parameter) not in resting:
+        strange = id(parameter) not in resting
+        if strange and (owner(parameter) is not None or all(r.alone for r in runtimes)):
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group})"
                 " that the sharded model does not own: it would train on this rank alone",
@@ -99,7 +135,7 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
             )
     names = {c.__name__ for c in type(optimizer).__mro__}
     refused = sorted(names & NOT_ELEMENT_WISE)
-    if refused and any(not r.options.whole_at_rest for r in runtimes):
+    if refused and any(not lane.whole_at_rest or lane.specs for r in runtimes for lane in r.lanes):
         raise OptimizerError(
             f"{refused[0]} is not element-wise: it would compute from shards as if they were whole matrices",
             "Use an element-wise optimizer such as AdamW, or strategy='replicate', where it is right.",
@@ -117,10 +153,10 @@ def show_whole_shapes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
-    """Where the parameters of an optimizer lie, by their identity; those that are whole at rest left out."""
+    """Where the parameters of an optimizer lie, by their identity; those whose state is whole left out."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
-    lanes = [lane for r in runtimes if not r.options.whole_at_rest for lane in r.lanes]
+    lanes = [lane for r in runtimes for lane in r.lanes if not lane.whole_at_rest or lane.specs]
     return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
 
 
@@ -142,14 +178,23 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
     """Element-wise state becomes a StateShard; a step count, say, is the same on every rank."""
     if not isinstance(value, torch.Tensor) or value.shape != lane.parameters[index].shape or value.dim() == 0:
         return value
+    if lane.whole_at_rest:
+        spec = lane.specs[index]
+        return value if spec is None else spec.wrap(value)
     piece = lane.layout.pieces[index]
     start, stop = lane.layout.kept(piece, lane.comm.rank)
-    return StateShard.make(key, piece, value, start, stop)
+    shard = StateShard.make(key, piece, value, start, stop)
+    shard.comm = lane.comm
+    return shard
 
 
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
     """What load_state_dict was given, whole values or StateShards: this rank's elements stay."""
     places = _places(optimizer)
+    numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in places and places[id(parameter)][0].layout.pieces[places[id(parameter)][1]].shape:
+            numbers |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or id(parameter) not in places:
             continue
@@ -157,8 +202,8 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
         piece = lane.layout.pieces[index]
         for key, value in state.items():
             shard = isinstance(value, StateShard)
-            whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape
-            if shard or (whole and value.shape != parameter.shape):
+            whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.whole_shape
+            if shard or (whole and key not in numbers and (is_cut(value) or value.shape != parameter.shape)):
                 state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()
 
 

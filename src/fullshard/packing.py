@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 
-from fullshard.collectives import as_bytes
+from fullshard.collectives import Comm, as_bytes
 from fullshard.errors import GradientError, unit_label
 from fullshard.layout import Piece
 from fullshard.quantise import add_rows, pack, packed_bytes
@@ -105,7 +106,7 @@ class Travel:
     sent: Outgoing | torch.Tensor
     received: torch.Tensor
     operation: Operation | None
-    divisor: int
+    divisor: float
     crossed: bool = False  # hybrid, sharded across: the second of two exchanges, between nodes
 
     def over(self) -> bool:
@@ -162,7 +163,7 @@ def copy_into(outgoing: Outgoing, gradients: Sequence[torch.Tensor | None]) -> N
         torch._foreach_copy_(views, values)
 
 
-def mean_of_rows(rows: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.Tensor:
+def mean_of_rows(rows: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
     """The mean of one row a rank, added up in the dtype of `out`. Rows of bytes are 8-bit blocks."""
     if rows.dtype == torch.uint8:
         add_rows(rows, out, 1.0 / divisor)
@@ -185,6 +186,36 @@ def packed_gradients(reduction: LaneReduction, sent: Outgoing, rows: int, feedba
     pack(values, packed, reduction.residual if feedback else None)
     sent.close()
     return packed
+
+
+def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
+    """Gradients of what tensor parallelism has not cut must be the same on all its ranks, to rounding.
+
+    They are not where a plain parameter works on activations that are cut: each rank then trains its own.
+    """
+    if comm.everyone is comm:
+        return
+    norms: dict[str, float] = {}
+    for reduction in reductions:
+        layout, gradients = reduction.lane.layout, reduction.lane.gradients
+        assert gradients is not None
+        for piece in layout.pieces:
+            if piece.region is not None and not piece.region.is_cut:
+                start, stop = layout.in_shard(piece, comm.rank)
+                norms[piece.name] = float(torch.linalg.vector_norm(gradients.own[start:stop].double()))
+    said = comm.everyone.tell_objects(((comm.rank, comm.replica), norms))
+    floor = 1e-6 * max((norm for _, theirs in said for norm in theirs.values()), default=0.0)
+    first: dict[tuple[Any, str], tuple[int, float]] = {}
+    for rank, (place, theirs) in zip(comm.everyone.members, said, strict=True):
+        for name, norm in theirs.items():
+            other, same = first.setdefault((place, name), (rank, norm))
+            if abs(norm - same) > floor + 1e-2 * max(norm, same):
+                raise GradientError(
+                    f"the gradient of {name!r}, which tensor parallelism has not cut, has norm {norm:.6g} on "
+                    f"rank {rank} and {same:.6g} on rank {other}",
+                    "Put its module into the plan of parallelize_module (SequenceParallel for a norm whose "
+                    "input is cut by tokens); p.grad was not set.",
+                )
 
 
 def unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from fullshard.layout import Layout, align_elements, lay_out
+from fullshard.layout import Layout, align_elements, lay_out, with_regions
 from fullshard.options import Options
 from fullshard.order import kept_units
 from fullshard.precision import PRESETS, LaneDtypes, lane_dtypes
@@ -166,18 +166,21 @@ def _short(dtype: torch.dtype) -> str:
 
 def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, list[Member]]]:
     """A unit's members by dtype and trainability, each lane laid out."""
+    own = unit.precision or options.precision
     groups: dict[tuple[torch.dtype, bool, bool], list[Member]] = {}
     for member in unit.members:
         parameter = member.parameter
-        fixed = options.precision.compute is not None and member.keeps_dtype
+        fixed = own.compute is not None and member.keeps_dtype
         groups.setdefault((parameter.dtype, parameter.requires_grad, fixed), []).append(member)
     lanes = []
     for (dtype, trainable, fixed), members in groups.items():
-        precision = PRESETS["fp32"] if fixed else options.precision
+        precision = PRESETS["fp32"] if fixed else own
         dtypes = lane_dtypes(dtype, trainable, precision, options.reduce == "scatter")
         shapes = [(m.name, m.shape, m.order) for m in members]
         align = BLOCK if dtypes.in_blocks else align_elements(dtypes.narrowest_bytes)
         layout = lay_out(shapes, ranks, align)
+        if any(m.region is not None for m in members):
+            layout = with_regions(layout, [m.region for m in members])
         lanes.append((LanePlan(layout, dtypes, trainable), members))
     return lanes
 

@@ -22,6 +22,7 @@ from fullshard.packing import (
     LaneReduction,
     Outgoing,
     Travel,
+    check_repeated,
     copy_into,
     look_at,
     mean_of_rows,
@@ -29,6 +30,7 @@ from fullshard.packing import (
     unpackable,
 )
 from fullshard.shards import Lane
+from fullshard.tensor_parallel import local_gradients
 
 _IN_FLIGHT = 4
 _LARGE_BYTES = 128 * 2**20
@@ -55,6 +57,7 @@ class Reduction:
         self.postponing = False  # inside fs.accumulate
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
+        self.divide_by: dict[Lane, float] = {}  # lanes whose sums are divided by something else
         self.piled = False
         self._bad: list[str] = []  # parameters whose local gradients are not finite
 
@@ -126,6 +129,8 @@ class Reduction:
             deque(map(setattr, reduction.lane.computing, _GRAD, _NONE), maxlen=0)
             if self.absent:
                 gradients = [None] * len(gradients)
+            elif reduction.lane.specs:
+                gradients = local_gradients(gradients, reduction.lane.specs)
             reduction.note([g is not None for g in gradients])
             if self._options.check_gradients:
                 self._bad += _not_finite(reduction.lane, gradients)
@@ -184,7 +189,8 @@ class Reduction:
         return pile
 
     def _exchange(self, reduction: LaneReduction, sent: Outgoing, from_pile: bool) -> None:
-        divisor = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
+        ranks = self._comm.all_ranks if from_pile else max(1, self.active_ranks)
+        divisor = self.divide_by.get(reduction.lane, ranks)
         line, unit = self._comm.line, reduction.lane.unit
         self._make_room(sent.size_bytes)
         if self._comm.ranks == 1:
@@ -240,7 +246,7 @@ class Reduction:
         if isinstance(travel.sent, Outgoing):
             travel.sent.close()
 
-    def _total(self, travel: Travel, divisor: int) -> torch.Tensor:
+    def _total(self, travel: Travel, divisor: float) -> torch.Tensor:
         """What arrived on the line, added up, for a second leg; its buffer is free."""
         lane = travel.reduction.lane
         share = lane.layout.total // self._comm.line.ranks
@@ -288,6 +294,7 @@ class Reduction:
             reduction.used = None
         if self._options.check_gradients:
             self._check_finite(reductions)
+            check_repeated(self._comm, reductions)
         if self._options.whole_at_rest:
             self._regather(reductions)
         listeners = []
@@ -378,8 +385,8 @@ class Reduction:
             )
 
     def _tell(self, lines: list[str]) -> list[tuple[int, str]]:
-        everyone = zip(self._comm.members, self._comm.tell_objects(lines[:4]), strict=True)
-        return [(rank, line) for rank, theirs in everyone for line in theirs]
+        members, said = self._comm.everyone.members, self._comm.everyone.tell_objects(lines[:4])
+        return [(rank, line) for rank, theirs in zip(members, said, strict=True) for line in theirs]
 
     def require_nothing_piled(self) -> None:
         if self.piled:

@@ -61,6 +61,7 @@ class Runtime:
     plan: Plan  # what it was built from
     copier: Callable[[Runtime, dict[int, Any]], Runtime]
     guard: Callable[[Runtime], None]  # watches parameters that train for use at rest
+    alone = True  # an optimizer that holds its parameters should hold no others
 
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]
@@ -99,8 +100,10 @@ class Runtime:
             self.unfinished()
         if current_task() != NO_TASK:
             self._begin_backward()  # a recomputation may come before any of our nodes
-        elif unit is self.root and self.gathering.forward is None:
+        elif unit is self.root and self.gathering.forward is None and self.gathering.staying is None:
             self._begin_pass()
+        elif self.gathering.forward is None and unit.depth == 0:
+            self._follow_user()  # a part of the model is called by itself: no pass will notice it
         try:
             return self._enter(unit, module, args, kwargs)
         except BaseException:
@@ -113,7 +116,7 @@ class Runtime:
         if unit.merged:
             unit.meet(module, current_task() != NO_TASK)
         unit.claims = max(0, unit.claims - 1)
-        dtype = self.options.precision.compute
+        dtype = self.options.precision.compute if unit.casts is None else unit.casts[0]
         if dtype is not None:
             args = cast_floats(args, dtype)
             kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
@@ -131,15 +134,19 @@ class Runtime:
         unit.leave()
         grad = torch.is_grad_enabled()
         if type(output) is torch.Tensor:
-            output = _exit(unit, grad, output)
+            output = unit.hand_out(grad, output)
         else:
-            output = map_tensors(output, partial(_exit, unit, grad))
+            output = map_tensors(output, partial(unit.hand_out, grad))
         hooked = grad and self._hook(unit, module, output, node)
         unit.unhooked |= grad and not hooked and unit.trains()
-        if unit is self.root and self.options.precision.outputs is not None:
-            output = cast_floats(output, self.options.precision.outputs)
+        dtype = unit.casts[1] if unit.casts else self.options.precision.outputs if unit is self.root else None
+        if dtype is not None and (unit.casts is None or module in unit.modules):
+            output = cast_floats(output, dtype)
         if current_task() == NO_TASK:
             gathering = self.gathering
+            if gathering.staying is not None:
+                gathering.staying.leave(unit)
+                return output
             unit.called |= hooked or (gathering.forward is not None and gathering.grad_pass)
             if unit is not self.root:
                 gathering.leave(unit, hooked)
@@ -148,10 +155,13 @@ class Runtime:
                 self.comm.check_agreement()
         return output
 
-    def _begin_pass(self) -> None:
-        if self.gathering.backward is not None:
+    def forget_failed_backward(self) -> None:
+        if self.gathering.backward is not None and current_task() == NO_TASK:
             self.gathering.recover()
             self.reduction.drop()
+
+    def _begin_pass(self) -> None:
+        self.forget_failed_backward()
         self.refuse_unseen_backward()
         self._follow_user()
         self._passes += 1
@@ -362,7 +372,10 @@ class Runtime:
     def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
         """Ranks that edited alike keep their own; where they differ the first rank's values are kept."""
         whole = lane.rest if lane.whole_at_rest else lane.whole
-        if whole is None or self.comm.all_ranks == 1:
+        if whole is None:
+            return
+        self.comm.same_beside(lane.uncut_views(whole))
+        if self.comm.all_ranks == 1:
             return
         if len(set(self.comm.tell(_checksum(whole)))) > 1:
             if warn:
@@ -384,22 +397,6 @@ def _refuse_double_backward(unit: LiveUnit) -> None:
             f"{unit_label(unit.name)}: backward(create_graph=True) keeps references into released values",
             "Use strategy='replicate' with precision='fp32', which never releases.",
         )
-
-
-def _exit(unit: LiveUnit, grad: bool, tensor: torch.Tensor) -> torch.Tensor:
-    """What a caller gets of a tensor that leaves a unit.
-
-    A view of a parameter would dangle after release: the caller gets a copy. A tensor that needs a
-    gradient leaves through a node of its own, younger than all the unit made: autograd runs it first,
-    so the unit is full before anything it left elsewhere (an auxiliary loss, say) is differentiated.
-    """
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return tensor
-    if tensor.untyped_storage()._cdata in unit.storages:
-        return tensor.clone()
-    if grad and tensor.grad_fn is not None:
-        return tensor.view_as(tensor)
-    return tensor
 
 
 def _nodes(tensor: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:

@@ -22,6 +22,7 @@ from fullshard.gradients import GradShard, Holder
 from fullshard.layout import Layout, Piece, resting_shape
 from fullshard.precision import LaneDtypes
 from fullshard.quantise import pack, packed_bytes, unpack
+from fullshard.tensor_parallel import Spec, exchange, local_of, shown_whole, spec_of
 from fullshard.waiting import Operation
 
 _requires_grad = attrgetter("requires_grad")
@@ -70,9 +71,14 @@ class Lane:
         self._storage = self.full.untyped_storage()
         self.full_bytes = self._storage.nbytes()
         self.resting = [self._resting_view(piece) for piece in layout.pieces]
+        specs = [spec_of(p) for p in parameters]
+        # How tensor parallelism has cut each parameter; empty for a lane that it has left alone.
+        self.specs: list[Spec | None] = specs if any(spec is not None for spec in specs) else []
+        self._at_rest: list[tuple[nn.Parameter, torch.Tensor]] = []  # inside fs.full: what DTensors were
+        views = [piece_view(self.full.data, piece) for piece in layout.pieces]
         self.computing = [
-            nn.Parameter(piece_view(self.full.data, piece), requires_grad=p.requires_grad)
-            for piece, p in zip(layout.pieces, parameters, strict=True)
+            nn.Parameter(view if spec is None else spec.wrap(view), requires_grad=p.requires_grad)
+            for p, spec, view in zip(parameters, specs, views, strict=True)
         ]
         self._packed = PackedLane(self) if dtypes.eight_bit_gather and comm.ranks > 1 else None
         self._node = NodeShare(self) if comm.two_level and self._packed is None else None
@@ -134,6 +140,7 @@ class Lane:
     def open_whole(self) -> None:
         """Every rank's interval at the resting dtype, shown in the user's parameters: a collective."""
         if self.whole_at_rest:
+            self._show_as_cut(self.rest.data)
             return
         whole = torch.empty(self.layout.total, dtype=self.dtypes.rest, device=self.rest.device)
         own = whole.view(self.comm.ranks, -1)[self.comm.rank]
@@ -144,24 +151,39 @@ class Lane:
         self.whole = whole
         for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
             parameter.data = piece_view(whole, piece)
+        self._show_as_cut(whole)
+
+    def _show_as_cut(self, whole: torch.Tensor) -> None:
+        """Tensor-parallel parameters are DTensors again, over this rank's part."""
+        for parameter, piece, spec in zip(self.parameters, self.layout.pieces, self.specs, strict=False):
+            if spec is not None:
+                self._at_rest.append((parameter, shown_whole(parameter, spec, piece_view(whole, piece))))
+
+    def uncut_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """What tensor parallelism has not cut: the same on all its ranks."""
+        pieces = self.layout.pieces
+        return [piece_view(whole, p) for p in pieces if p.region is not None and not p.region.is_cut]
 
     def take_replaced(self) -> None:
         """`p.data = value` inside fs.full counts like an edit in place."""
         if self.whole is None:
             return
         for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
-            place = piece_view(self.whole, piece)
-            if parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride():
+            place, value = piece_view(self.whole, piece), local_of(parameter).detach()
+            if value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
                 continue
-            if parameter.shape != place.shape:
+            if value.shape != place.shape:
                 raise StateError(
                     f"{unit_label(self.unit)}: parameter {piece.name!r} was given a value of shape "
-                    f"{tuple(parameter.shape)} inside fs.full; it has {piece.shape}",
+                    f"{tuple(value.shape)} inside fs.full; it has {piece.shape}",
                     "A sharded parameter keeps its shape.",
                 )
-            place.copy_(parameter.data)
+            place.copy_(value)
 
     def close_whole(self, writeback: bool) -> None:
+        for parameter, twin in self._at_rest:
+            exchange(parameter, twin)
+        self._at_rest.clear()
         if self.whole is None:
             return
         if writeback:
@@ -261,10 +283,15 @@ class LaneGradients:
         lane, rank = self.lane, self.lane.comm.rank
         start, stop = lane.layout.in_shard(piece, rank)
         part = self.own[start:stop]
+        region = piece.region
+        answers = region is None or region.first
         if lane.whole_at_rest:
-            return GradShard.make(piece_view(self.flat, piece), lane.comm, part, self.holder)
+            view = GradShard.make(piece_view(self.flat, piece), lane.comm, part, self.holder, answers)
+            view.whole = region is None or not region.is_cut
+            view.answers = answers and rank == 0
+            return view
         local = part.view(resting_shape(piece.shape, stop - start))
-        return GradShard.make(local, lane.comm, None, self.holder)
+        return GradShard.make(local, lane.comm, None, self.holder, answers)
 
     def _count(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))

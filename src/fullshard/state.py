@@ -8,6 +8,7 @@ StateShards: whole shape, this rank's elements, ready for torch.distributed.chec
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from fullshard.collectives import Comm
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.layout import Box, Piece, boxes
-from fullshard.shards import Lane, in_memory_order
+from fullshard.shards import Lane, in_memory_order, piece_view
+from fullshard.tensor_parallel import is_cut, part_of
 
 _REMEDY = (
     "fs.save and torch.distributed.checkpoint.save write every rank's part; for plain whole tensors take the "
@@ -36,11 +39,12 @@ class StateShard(torch.Tensor):
     local: torch.Tensor
     start: int
     stop: int
+    comm: Comm | None = None  # joins the ranks that hold the rest, where it is known
 
     @staticmethod
     def make(key: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
         value: StateShard = torch.Tensor._make_wrapper_subclass(
-            StateShard, piece.shape, dtype=local.dtype, device=local.device
+            StateShard, piece.whole_shape, dtype=local.dtype, device=local.device
         )
         value.key, value.piece = key, piece
         value.local, value.start, value.stop = local, start, stop
@@ -52,12 +56,11 @@ class StateShard(torch.Tensor):
     ) -> Any:
         value = next(a for a in args if isinstance(a, StateShard))
         if func is torch.ops.aten.detach.default:
-            return StateShard.make(value.key, value.piece, value.local, value.start, value.stop)
+            return value._holding(value.local)
         if func is torch.ops.aten.clone.default:
-            return StateShard.make(value.key, value.piece, value.local.clone(), value.start, value.stop)
+            return value._holding(value.local.clone())
         if func is torch.ops.aten._to_copy.default:
-            local = func(value.local, *args[1:], **(kwargs or {}))
-            return StateShard.make(value.key, value.piece, local, value.start, value.stop)
+            return value._holding(func(value.local, *args[1:], **(kwargs or {})))
         raise StateError(
             f"state dict value {value.key!r} holds this rank's {value.stop - value.start} of "
             f"{value.piece.num_elements} elements; {func} on it has no meaning",
@@ -82,13 +85,40 @@ class StateShard(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
-        return StateShard.make(self.key, self.piece, self.local.clone(), self.start, self.stop)
+        return self._holding(self.local.clone())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"StateShard({self.key!r}, whole shape {self.piece.shape}, {self.dtype}, this rank's elements "
-            f"[{self.start}, {self.stop}))"
+            f"StateShard({self.key!r}, whole shape {self.piece.whole_shape}, {self.dtype}, this rank's "
+            f"elements [{self.start}, {self.stop}))"
         )
+
+    def _holding(self, local: torch.Tensor) -> StateShard:
+        twin = StateShard.make(self.key, self.piece, local, self.start, self.stop)
+        twin.comm = self.comm
+        return twin
+
+    # ---- torch's own names, for scripts that take its sharded state dicts apart
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, as the parameter holds them at rest."""
+        return self.local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole value, on every rank. All ranks must call it, value by value in the same order."""
+        if self.comm is None:
+            raise NotSupported(f"full_tensor() of state dict value {self.key!r}", _REMEDY)
+        flat = torch.zeros(self.piece.num_elements, dtype=self.local.dtype, device=self.local.device)
+        region = self.piece.region
+        if region is None or region.first:  # of those that hold the same, one counts
+            flat[self.start : self.stop] = self.local.detach().reshape(-1)
+        part = piece_view(flat, replace(self.piece, start=0))
+        if region is None or not region.is_cut:
+            self.comm.sum_shards(flat)  # all other elements are zero: nothing is rounded
+            return part
+        whole = flat.new_zeros(region.whole)
+        part_of(whole, region).copy_(part)
+        return self.comm.sum_shards(whole)
 
     # ---- torch.distributed.checkpoint finds these by name
 
@@ -99,7 +129,7 @@ class StateShard(torch.Tensor):
                 index=MetadataIndex(fqn, torch.Size(box.offsets), index),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(box), properties=properties, size=torch.Size(self.piece.shape)
+                    chunk=_chunk(box), properties=properties, size=torch.Size(self.piece.whole_shape)
                 ),
             )
             for index, box in enumerate(self._boxes())
@@ -141,11 +171,15 @@ class AfterStateDict(Places):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for attribute, (lane, index) in self.places.items():
             key = prefix + attribute
+            if key in state and lane.whole_at_rest and lane.specs and not is_cut(state[key]):
+                spec = lane.specs[index]
+                state[key] = state[key] if spec is None else spec.wrap(state[key])
             if key not in state or lane.whole is not None or lane.whole_at_rest:
                 continue
             piece = lane.layout.pieces[index]
             start, stop = lane.layout.kept(piece, lane.comm.rank)
-            state[key] = StateShard.make(key, piece, lane.parameters[index].detach(), start, stop)
+            value = StateShard.make(key, piece, lane.parameters[index].detach(), start, stop)
+            value.comm, state[key] = lane.comm, value
 
 
 class BeforeLoad(Places):
@@ -164,7 +198,9 @@ class BeforeLoad(Places):
     def convert(self, state: dict[str, Any], prefix: str) -> None:
         for attribute, (lane, index) in self.places.items():
             key = prefix + attribute
-            if key in state and lane.whole is None:
+            if key in state and is_cut(lane.parameters[index]):
+                state[key] = _as_cut(key, state[key], lane, index)
+            elif key in state and lane.whole is None:
                 state[key] = to_rest(key, state[key], lane, index)
 
 
@@ -181,6 +217,33 @@ def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None
     module.register_load_state_dict_pre_hook(BeforeLoad(places))  # type: ignore[no-untyped-call]
 
 
+def _part(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
+    """What this rank's tensor-parallel group holds, of a whole value or of a DTensor that is cut alike."""
+    piece, spec = lane.layout.pieces[index], lane.specs[index] if lane.specs else None
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(
+            f"{key!r} in the state dict is a {type(value).__name__}, not a tensor", "Load tensors."
+        )
+    if tuple(value.shape) != piece.whole_shape:
+        raise ModelError(
+            f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.whole_shape} in the model",
+            "Load whole tensors of the unsharded model.",
+        )
+    if is_cut(value) and (spec is None or not spec.cuts_like(value)):
+        raise ModelError(
+            f"{key!r} in the state dict is a DTensor that is not cut as the parameter is",
+            "Load whole tensors: value.full_tensor().",
+        )
+    return part_of(value, piece.region)
+
+
+def _as_cut(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
+    """Inside fs.full a tensor-parallel parameter is a DTensor, and takes one."""
+    spec = lane.specs[index]
+    assert spec is not None
+    return spec.wrap(_part(key, value, lane, index).contiguous())
+
+
 def to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
     """This rank's elements of a whole value, in the shape of the parameter at rest."""
     piece = lane.layout.pieces[index]
@@ -189,23 +252,16 @@ def to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
         start, stop = lane.layout.kept(piece, lane.comm.rank)
         if lane.whole_at_rest:
             raise StateError(f"{key!r} is a part of a value, and parameters here are whole at rest", _REMEDY)
-        if (value.start, value.stop, value.piece.order) != (start, stop, piece.order):
+        cut = value.start, value.stop, value.piece.order, value.piece.region
+        if cut != (start, stop, piece.order, piece.region):
             raise StateError(
                 f"{key!r} was taken from a model that is cut differently (elements [{value.start}, "
                 f"{value.stop}), here [{start}, {stop}))",
                 _REMEDY,
             )
         return value.local
-    if not isinstance(value, torch.Tensor):
-        raise ModelError(
-            f"{key!r} in the state dict is a {type(value).__name__}, not a tensor", "Load tensors."
-        )
-    if tuple(value.shape) != piece.shape:
-        raise ModelError(
-            f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.shape} in the model",
-            "Load whole tensors of the unsharded model.",
-        )
+    part = _part(key, value, lane, index)
     if lane.whole_at_rest:
-        return value
+        return part
     start, stop = lane.layout.kept(piece, lane.comm.rank)
-    return in_memory_order(value, piece)[start:stop].view(resting.shape)
+    return in_memory_order(part, piece)[start:stop].view(resting.shape)

@@ -251,7 +251,12 @@ class MethodGuard(Attached):
     def __init__(self, runtime: Runtime, unit: LiveUnit, method: types.MethodType, reads: list[str]) -> None:
         super().__init__(runtime, unit)
         self.method, self.reads = method, reads
+        self.__func__, self.__self__ = method.__func__, method.__self__
         functools.update_wrapper(self, method, updated=())
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return types.MethodType  # Fabric and inspect ask whether a method is one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown_whole = self.runtime.options.whole_at_rest and self.method.__name__ not in _RESETS
@@ -382,6 +387,7 @@ def _places(unit: LiveUnit) -> dict[nn.Linear, Place]:
             module, attribute = sites[id(parameter)][0]
             large = piece.num_elements * lane.dtypes.packed.itemsize >= direct.MIN_BYTES
             alone = parameter.requires_grad and attribute == "weight" and len(sites[id(parameter)]) == 1
+            alone &= not lane.specs  # tensor-parallel ones compute on DTensors
             if large and alone and type(module) is nn.Linear and "forward" not in vars(module):
                 found[module] = lane.places[index] = Place()
     return found

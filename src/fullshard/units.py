@@ -22,10 +22,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ModelError, OptionError
-from fullshard.layout import memory_order
+from fullshard.layout import Region, memory_order
 from fullshard.options import Options
-from fullshard.precision import lane_dtypes
+from fullshard.precision import Precision, lane_dtypes
 from fullshard.references import Reference, find_references
+from fullshard.tensor_parallel import largest_part, local_of, mesh_of, region_of
 
 LARGE_BYTES = 16 * 2**20
 # Up to this many bytes blocks travel together. Two gloo ranks on a busy 2-core host, zero3, steps of all
@@ -45,25 +46,34 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a unit and every (module, attribute) that holds it."""
+    """One parameter of a unit and every (module, attribute) that holds it.
+
+    In a model that is tensor-parallel, `region` is where this rank's part of it lies.
+    """
 
     name: str
     parameter: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
     references: tuple[Reference, ...] = ()
+    region: Region | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
+        return tuple(local_of(self.parameter).shape)
 
     @property
     def keeps_dtype(self) -> bool:
-        """BatchNorm's statistics are fp32 buffers, and its kernels want parameters of the same dtype."""
-        return all(isinstance(m, _BatchNorm) and m.track_running_stats for m, _ in self.sites)
+        """BatchNorm's statistics are buffers, and its kernels want parameters of the same dtype."""
+        return all(
+            isinstance(m, _BatchNorm)
+            and m.running_mean is not None
+            and m.running_mean.dtype == self.parameter.dtype
+            for m, _ in self.sites
+        )
 
     @property
     def order(self) -> tuple[int, ...]:
-        return memory_order(self.shape, tuple(self.parameter.stride()))
+        return memory_order(self.shape, tuple(local_of(self.parameter).stride()))
 
 
 @dataclass(eq=False)
@@ -74,6 +84,7 @@ class Unit:
     modules: tuple[nn.Module, ...]
     members: list[Member] = field(default_factory=list)
     merged: bool = False  # its modules are neighbouring blocks, not the places of a tie
+    precision: Precision | None = None  # its own, where blocks have different ones
 
 
 def looks_up_only(modules: Sequence[nn.Module]) -> bool:
@@ -97,6 +108,10 @@ def find_units(model: nn.Module, options: Options) -> list[Unit]:
         together, groups = [(module,) for module in chosen], []
     blocks = [Unit(_merged_name([names[m] for m in ms]), ms, merged=len(ms) > 1) for ms in together]
     units = [Unit("", (model,)), *blocks, *groups]
+    own_precision = getattr(options.units, "precision_of", None)  # a choice may say it block by block
+    if own_precision is not None:
+        for unit in units:
+            unit.precision = own_precision(unit.modules[0])
     home = {module: unit for unit in units for module in unit.modules}
     for member in members:
         _nearest_common(member, home, parents, units[0]).members.append(member)
@@ -112,6 +127,7 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
             if parameter is not None:
                 sites[id(parameter)].append((module, attribute))
     references = find_references(model)
+    mesh = mesh_of(model)
     found = []
     for name, parameter in model.named_parameters():
         if id(parameter) in ignored:
@@ -126,7 +142,8 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
                 f"parameter {name!r} is lazy and has no shape yet", "Run one forward before sharding."
             )
         held = tuple(references.get(id(parameter), ()))
-        found.append(Member(name, parameter, tuple(sites[id(parameter)]), held))
+        region = None if mesh is None else region_of(parameter, mesh)
+        found.append(Member(name, parameter, tuple(sites[id(parameter)]), held, region))
     return found
 
 
@@ -248,7 +265,7 @@ def _is_tiny(members: list[Member], options: Options) -> bool:
 
 def _full_bytes(parameter: nn.Parameter, options: Options) -> int:
     dtypes = lane_dtypes(parameter.dtype, parameter.requires_grad, options.precision)
-    return parameter.numel() * dtypes.compute.itemsize
+    return largest_part(parameter) * dtypes.compute.itemsize
 
 
 def _company(
@@ -288,7 +305,7 @@ def _large_leaves(model: nn.Module, members: list[Member], chosen: list[nn.Modul
     found, taken = [], set(in_blocks)
     for member in members:
         modules = tuple(dict.fromkeys(module for module, _ in member.sites))
-        size_bytes = member.parameter.numel() * member.parameter.element_size()
+        size_bytes = largest_part(member.parameter) * member.parameter.element_size()
         leaves = all(next(m.children(), None) is None and m is not model for m in modules)
         if size_bytes >= LARGE_BYTES and leaves and not any(id(m) in taken for m in modules):
             taken.update(map(id, modules))

@@ -124,5 +124,6 @@ class Waiter:
         places = "; ".join(str(p) for p in self.records.places() if p is not None)
         raise Stalled(
             f"an operation that the other ranks will not complete: {verdict}. Places: {places}",
-            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`.",
+            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
+            "Decode and evaluate inside `with fs.inference(model):`, where numbers of passes may differ.",
         ) from None

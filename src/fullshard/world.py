@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -52,6 +55,13 @@ def launch() -> Launch:
     )
 
 
+def fill_in(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+    """For a launcher that starts ranks and sets only some of torchrun's variables: set the others."""
+    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    for name, value in said.items():
+        os.environ.setdefault(name, str(value))
+
+
 def compute_device(model_device: torch.device) -> torch.device:
     """Where shards live: the model's own device; a meta model goes to this rank's GPU, or the CPU."""
     if model_device.type == "meta":
@@ -61,6 +71,32 @@ def compute_device(model_device: torch.device) -> torch.device:
     if model_device.type == "cuda" and model_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return model_device
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and what a container's quota allows."""
+    try:
+        found = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        found = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(found, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return max(1, found)
+
+
+def set_unless_said(variables: dict[str, str]) -> list[str]:
+    """Set environment variables for processes that are started from here; which ones the user had not set."""
+    new = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in new})
+    return new
+
+
+def torchrun_defaults() -> dict[str, str]:
+    """Options of torchrun that its PET_ variables give."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("PET_")}
+    return {name.removeprefix("PET_").lower(): value for name, value in found.items()}
 
 
 def let_segments_grow() -> None:
@@ -73,6 +109,43 @@ def let_segments_grow() -> None:
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if not said and change is not None and torch.cuda.is_available():
         change("expandable_segments:True")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this rank may still take on its device: its share of what is free there now."""
+    said = launch()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free // -(-said.local_ranks // torch.cuda.device_count()) + cached
+    return max(0, min(_host_free(), *_container_free())) // said.local_ranks
+
+
+def _host_free() -> int:
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_free() -> list[int]:
+    """What the limits of this container leave, where there are some (control groups, versions 2 and 1)."""
+    groups = Path("/sys/fs/cgroup")
+    pairs = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    found = [sys.maxsize]
+    for limit, used in pairs:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            cache = _file_cache(groups / Path(used).parent / "memory.stat")
+            found.append(int((groups / limit).read_text()) - int((groups / used).read_text()) + cache)
+    return found
+
+
+def _file_cache(stat: Path) -> int:
+    """Pages of files that the system gives up first."""
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    return int(fields.get("inactive_file", 0))
 
 
 def return_memory_to_system() -> None:

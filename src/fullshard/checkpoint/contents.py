@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from fullshard.gradients import plainly
 from fullshard.layout import Piece
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane, piece_view
+from fullshard.tensor_parallel import uncut
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass
@@ -131,6 +133,8 @@ def elements_of(site: Site, local: torch.Tensor, dtype: torch.dtype | None = Non
     """`local` has the parameter's shape on this rank: it, or a state of its optimizer."""
     assert site.lane is not None
     lane, piece, comm = site.lane, site.piece, site.lane.comm
+    if piece.region is not None and not piece.region.in_rows:
+        return _share_of_whole(site, local, dtype)
     start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
     if piece.order != tuple(range(len(piece.shape))):
         values = _row_major(site, local)[start:stop].clone()  # the whole goes at once
@@ -139,7 +143,44 @@ def elements_of(site: Site, local: torch.Tensor, dtype: torch.dtype | None = Non
     else:
         first, _ = lane.layout.kept(piece, comm.rank)
         values = local.detach().reshape(-1)[start - first : stop - first]
-    return Held(Tensor(site.name, dtype or local.dtype, piece.shape), start, stop, values)
+    begin = 0 if piece.region is None else piece.region.begin
+    tensor = Tensor(site.name, dtype or local.dtype, piece.whole_shape)
+    return Held(tensor, begin + start, begin + stop, values)
+
+
+def _share_of_whole(site: Site, local: torch.Tensor, dtype: torch.dtype | None) -> Held:
+    """Of a parameter that tensor parallelism has cut by columns, say: an even share of the whole tensor.
+
+    A rank's elements are no interval of the file, so all ranks bring the tensor together: a collective.
+    """
+    lane, piece = site.lane, site.piece
+    assert lane is not None
+    spec = lane.specs[site.index]
+    assert spec is not None
+    part = local.detach() if lane.whole_at_rest else _part_of_group(site, local)
+    members = lane.comm.everyone.members
+    index, count = members.index(lane.comm.world_rank), prod(spec.shape)
+    start, stop = (count * i // len(members) for i in (index, index + 1))
+    whole = spec.wrap(part.contiguous()).full_tensor().reshape(-1)
+    values = whole[start:stop].clone()  # the whole goes at once
+    return Held(Tensor(site.name, dtype or local.dtype, piece.whole_shape), start, stop, values)
+
+
+def _part_of_group(site: Site, local: torch.Tensor) -> torch.Tensor:
+    """What the ranks of this model's Comm hold together: the tensor-parallel part, in its own shape."""
+    lane, piece = site.lane, site.piece
+    assert lane is not None
+    comm = lane.comm
+    kept = [lane.layout.kept(piece, rank) for rank in range(comm.ranks)]
+    sizes = [stop - start for start, stop in kept]
+    rows = torch.zeros(comm.ranks, max(sizes), dtype=local.dtype, device=local.device)
+    rows[comm.rank, : sizes[comm.rank]].copy_(local.detach().reshape(-1))
+    if rows.numel():
+        operation = comm.gather(as_bytes(rows), as_bytes(rows[comm.rank]), lane.unit)
+        if operation is not None:
+            operation.wait()
+    flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+    return piece_view(flat, replace(piece, start=0))
 
 
 def _row_major(site: Site, local: torch.Tensor) -> torch.Tensor:
@@ -161,9 +202,16 @@ def _row_major(site: Site, local: torch.Tensor) -> torch.Tensor:
     return piece_view(whole, piece).contiguous().view(-1)
 
 
-def take_model(contents: Contents, runtime: Runtime, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Parameters, buffers and extra state of a sharded model. `dtype` is that of floating point values."""
+def take_model(
+    contents: Contents, runtime: Runtime, model: nn.Module, dtype: torch.dtype | None, frozen: bool = True
+) -> None:
+    """Parameters, buffers and extra state of a sharded model. `dtype` is that of floating point values.
+
+    Without `frozen`, parameters that do not train are left out.
+    """
     for site in sites(runtime, model):
+        if not (frozen or site.parameter.requires_grad):
+            continue
         stored = _stored_dtype(site.parameter.dtype, dtype)
         if site.lane is None:
             _add_whole(contents.model, contents, site.name, site.parameter, runtime, stored)
@@ -188,8 +236,9 @@ def _stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _add_whole(
     into: list[Held], contents: Contents, name: str, value: torch.Tensor, runtime: Runtime, dtype: torch.dtype
 ) -> None:
+    value = uncut(value)
     plain = dense(value).view(-1)
-    mine = plain.numel() if runtime.comm.world_rank == runtime.comm.members[0] else 0
+    mine = plain.numel() if runtime.comm.world_rank == runtime.comm.everyone.members[0] else 0
     into.append(Held(Tensor(name, dtype, tuple(value.shape)), 0, mine, plain[:mine]))
     contents.whole[("" if into is contents.model else "optimizer/") + name] = value.detach()
 
@@ -284,9 +333,13 @@ def _take_state(
 
 def interval(site: Site) -> list[int]:
     """The elements of its parameter that such state belongs to."""
-    if site.lane is None or site.lane.whole_at_rest:
+    if site.lane is None:
         return [0, site.parameter.numel()]
-    return list(site.lane.layout.kept(site.piece, site.lane.comm.rank))
+    part = [0, site.parameter.numel()]
+    if not site.lane.whole_at_rest:
+        part = list(site.lane.layout.kept(site.piece, site.lane.comm.rank))
+    region = site.piece.region
+    return part if region is None or not region.is_cut else [*part, *region.offsets, *region.sizes]
 
 
 def module_digests(contents: Contents) -> dict[str, int]:

@@ -206,7 +206,7 @@ class _Names:
     @classmethod
     def of(cls, runtime: Runtime, model: nn.Module, inner: Any, prefix: str) -> _Names:
         shapes = {
-            site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.shape
+            site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
             for site in contents.sites(runtime, model)
         }
         shapes |= {name: tuple(buffer.shape) for name, buffer in contents.buffers(model).items()}

@@ -20,7 +20,7 @@ from fullshard.checkpoint.reading import Foreign
 from fullshard.checkpoint.resume import Resume
 from fullshard.checkpoint.save import agreed, check_model
 from fullshard.checkpoint.targets import Work, plan_model
-from fullshard.engine import runtime_of
+from fullshard.engine import model_of, runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.optimizers import show_whole_shapes
 from fullshard.runtime import Runtime
@@ -52,6 +52,7 @@ def load(
     says the same.
     strict: every tensor of the model must be there, and no other. False loads what is there.
     """
+    model = model_of(model)
     runtime = runtime_of(model)
     runtime.comm.meet("load")
     talk = council(runtime.comm)

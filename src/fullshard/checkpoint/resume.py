@@ -13,7 +13,7 @@ from fullshard.checkpoint import contents, random_state
 from fullshard.checkpoint.manifest import NAME
 from fullshard.checkpoint.opening import Checkpoint
 from fullshard.checkpoint.reading import Stored
-from fullshard.checkpoint.targets import Work, listed
+from fullshard.checkpoint.targets import Work, copy, listed
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
 from fullshard.checkpoint.values import decode
 from fullshard.errors import CheckpointError
@@ -132,7 +132,7 @@ class Resume:
         work.notes += self._notes
         with torch.no_grad():
             for target, value in self._whole:
-                target.detach().copy_(value)
+                copy(target, value)
         for module, state in self._modules:
             module.set_extra_state(state)
         if resumes and self._random is not None:

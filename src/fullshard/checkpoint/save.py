@@ -23,7 +23,7 @@ from fullshard.checkpoint.job import Description, Job
 from fullshard.checkpoint.trees import Trees
 from fullshard.checkpoint.values import Encoder
 from fullshard.checkpoint.writing import FilePlan, plan_files
-from fullshard.engine import runtime_of
+from fullshard.engine import model_of, runtime_of
 from fullshard.errors import OptionError, RankMismatch, StateError
 from fullshard.runtime import Runtime
 
@@ -40,6 +40,7 @@ def save(
     keep_last: int | None = None,
     dtype: torch.dtype | None = None,
     files: str = "auto",
+    frozen: bool = True,
 ) -> Saving:
     """Save a sharded model, and its optimizer, to a folder. Every rank must call it.
 
@@ -56,19 +57,23 @@ def save(
     dtype: of the model's floating point values in the files; None writes what is at rest.
     files: 'shared' has all ranks write into the same files, 'parts' gives each rank a file of its own, for
         file systems that cannot share; 'auto' tries. `fullshard export` turns parts into a plain model.
+    frozen: False leaves out parameters that do not train, such as an adapter's base model. Load it with
+        strict=False.
     """
+    model = model_of(model)
     runtime = runtime_of(model)
     comm = runtime.comm
     comm.meet("save")
     talk = council(comm)
     asked = {"keep_last": keep_last, "dtype": dtype, "files": files, "background": bool(background)}
+    asked["frozen"] = bool(frozen)
     # What ranks must agree on before the loop may go on costs time in every save: two rounds, no more.
     encoded, said = talk.share(
         lambda: _look(runtime, model, optimizer, extra, asked | {"path": path}), "checking what to save"
     )
     agreed([each.asked for each in said], "save")
     (held, description), sums = talk.share(
-        lambda: _take(runtime, model, optimizer, dtype), "looking at what to save"
+        lambda: _take(runtime, model, optimizer, (dtype, frozen)), "looking at what to save"
     )
     values = trees.sort_out(encoded, [each.extra for each in said])
     _own_values(runtime, held, values, sums[talk.index].whole.items() - sums[0].whole.items())
@@ -150,16 +155,19 @@ class _Sums:
 
 
 def _take(
-    runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    of_model: tuple[torch.dtype | None, bool],
 ) -> tuple[tuple[Contents, Description], _Sums]:
-    held = Contents()
-    contents.take_model(held, runtime, model, dtype)
+    held, (dtype, frozen) = Contents(), of_model
+    contents.take_model(held, runtime, model, dtype, frozen)
     if optimizer is not None:
         contents.take_optimizer(held, runtime, model, optimizer)
     tensors = hashlib.sha256(repr(_tensors(held)).encode()).hexdigest()
     whole = {name: contents.digest(value) for name, value in held.whole.items()}
     sums = _Sums(tensors, whole | contents.module_digests(held))
-    return (held, _describe(runtime, model, dtype)), sums
+    return (held, _describe(runtime, model, dtype, frozen)), sums
 
 
 def _tensors(held: Contents) -> dict[str, list[Tensor]]:
@@ -192,9 +200,10 @@ def _agreed_plans(talk: Council, held: Contents, sums: list[str]) -> dict[str, l
     return {kind: plan_files(kind, tensors) for kind, tensors in names.items() if tensors}
 
 
-def _describe(runtime: Runtime, model: nn.Module, dtype: torch.dtype | None) -> Description:
-    layout = {"ranks": runtime.comm.all_ranks, "strategy": runtime.options.strategy}
-    return Description(layout, model_files(model, dtype))
+def _describe(runtime: Runtime, model: nn.Module, dtype: torch.dtype | None, frozen: bool) -> Description:
+    layout = {"ranks": len(runtime.comm.everyone.members), "strategy": runtime.options.strategy}
+    # A part of a model is not one: with a config, from_pretrained would fill in the rest at random.
+    return Description(layout, model_files(model, dtype) if frozen else {})
 
 
 def model_files(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from fullshard.checkpoint.contents import Site
 from fullshard.checkpoint.reading import Foreign, Source, Stored
 from fullshard.errors import CheckpointError
 from fullshard.runtime import Runtime
+from fullshard.tensor_parallel import put
 
 _OTHER = "Load a checkpoint of this very model; strict=False loads what fits and says what does not."
 Get = Callable[[], torch.Tensor]
@@ -43,7 +44,7 @@ def plan_model(
     missing: list[str] = []
     targets: list[tuple[str, tuple[int, ...], Callable[[Stored], None]]] = []
     for site in contents.sites(runtime, model):
-        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.shape
+        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
         get = partial(_itself, site.parameter)
         targets.append((site.name, shape, reader(work, source, site, site.parameter.dtype, get)))
     for name, buffer in contents.buffers(model).items():
@@ -129,14 +130,16 @@ def reader(work: Work, source: Source, site: Site, dtype: torch.dtype, get: Get)
 
     def want(stored: Stored) -> None:
         _check_cast(work, stored, dtype)
-        if piece.order != tuple(range(len(piece.shape))):
+        in_rows = piece.region is None or piece.region.in_rows
+        if piece.order != tuple(range(len(piece.shape))) or not in_rows:
             _want_reordered(work, source, site, get, stored)
             return
-        source.want(stored, start, stop)
+        begin = 0 if piece.region is None else piece.region.begin
+        source.want(stored, begin + start, begin + stop)
 
         def read() -> None:
             into = get()
-            source.read(stored, start, stop, into.detach().view(-1))
+            source.read(stored, begin + start, begin + stop, into.detach().view(-1))
             increment_version(into)
 
         work.reads.append(read)
@@ -145,7 +148,8 @@ def reader(work: Work, source: Source, site: Site, dtype: torch.dtype, get: Get)
 
 
 def _want_reordered(work: Work, source: Source, site: Site, get: Get, stored: Stored) -> None:
-    """Elements that lie in memory in another order than in the file: read rows, take what is ours."""
+    """Elements that lie in memory in another order than in the file, or are columns of it that tensor
+    parallelism has cut: read rows, take what is ours."""
     assert site.lane is not None
     lane, piece = site.lane, site.piece
     start, stop = (0, piece.num_elements) if lane.whole_at_rest else lane.layout.kept(piece, lane.comm.rank)
@@ -153,12 +157,18 @@ def _want_reordered(work: Work, source: Source, site: Site, get: Get, stored: St
     first, last = 0, piece.shape[0]
     if piece.order[0] == 0 and row:
         first, last = start // row, -(-stop // row)
-    source.want(stored, first * row, last * row)
+    whole, region = piece.whole_shape, piece.region
+    above, long = (0 if region is None else region.offsets[0]), prod(whole[1:])
+    begin, end = (above + first) * long, (above + last) * long
+    source.want(stored, begin, end)
 
     def read() -> None:
-        rows = torch.empty((last - first) * row, dtype=stored.tensor.dtype)
-        source.read(stored, first * row, last * row, rows)
-        shaped = rows.view(last - first, *piece.shape[1:])
+        rows = torch.empty(end - begin, dtype=stored.tensor.dtype)
+        source.read(stored, begin, end, rows)
+        shaped = rows.view(last - first, *whole[1:])
+        for dim in range(1, len(whole)):
+            if region is not None:
+                shaped = shaped.narrow(dim, region.offsets[dim], region.sizes[dim])
         flat = shaped.permute(piece.order).reshape(-1)[start - first * row : stop - first * row]
         if lane.whole_at_rest:
             get().detach().copy_(shaped)
@@ -178,7 +188,7 @@ def whole_reader(work: Work, source: Source, dtype: torch.dtype, get: Get) -> Ca
 
 
 def copy(into: torch.Tensor, value: torch.Tensor) -> None:
-    into.detach().copy_(value)
+    put(into, value)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -222,6 +222,6 @@ def _from_list(where: str, groups: Any) -> list[_Group]:
 def _shapes(runtime: Runtime, model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Whole shapes of the model's parameters."""
     return {
-        site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.shape
+        site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
         for site in contents.sites(runtime, model)
     }

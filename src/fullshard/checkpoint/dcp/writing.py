@@ -27,12 +27,13 @@ from fullshard.checkpoint.reading import CHUNK_BYTES, Stored
 from fullshard.checkpoint.save import check_model
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
 from fullshard.checkpoint.values import decode
-from fullshard.engine import runtime_of
+from fullshard.engine import model_of, runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.layout import Box, Piece, boxes
 from fullshard.runtime import Runtime
 from fullshard.shards import in_memory_order
 from fullshard.state import StateShard
+from fullshard.tensor_parallel import uncut
 
 _ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, read and written as one item
 
@@ -51,6 +52,7 @@ def save(
     rank's. It appears whole or not at all. A folder that holds such a checkpoint and nothing else is
     replaced; any other is left as it is, with an error.
     """
+    model = model_of(model)
     runtime = runtime_of(model)
     runtime.comm.meet("save")
     talk = council(runtime.comm)
@@ -112,7 +114,7 @@ def _tree(
     state: dict[str, Any] = {}
     for site in contents.sites(runtime, model):
         state[site.name] = _leaf(site, site.parameter)
-    state |= contents.buffers(model)
+    state |= {name: uncut(buffer) for name, buffer in contents.buffers(model).items()}
     for name, module in contents.modules_with_state(model):
         state[f"{name}._extra_state".lstrip(".")] = module.get_extra_state()
     tree: dict[str, Any] = {"model": state}
@@ -146,7 +148,7 @@ def _checked_extra(extra: Any) -> Mapping[str, Any]:
 def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
     """`local` has the parameter's shape on this rank: it, or a state of its optimizer."""
     if site.lane is None:
-        return local.detach()
+        return uncut(local).detach()
     lane, piece, comm = site.lane, site.piece, site.lane.comm
     start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
     if lane.whole_at_rest:
@@ -161,7 +163,7 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
             index = MetadataIndex(site.name, chunk.offsets)
             yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), shard.__get_tensor_shard__(index)
 
-    return Leaf(piece.shape, local.dtype, parts)
+    return Leaf(piece.whole_shape, local.dtype, parts)
 
 
 def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
