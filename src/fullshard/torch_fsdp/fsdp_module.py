@@ -1,0 +1,269 @@
+"""FSDPModule: what torch's `fully_shard` makes of a module, with this engine behind its methods.
+
+| method | what it does here |
+| --- | --- |
+| unshard | between steps: the module's own parameters are whole until reshard or the next forward; inside a pass, or with async_op until its handle is waited for: nothing, the engine gathers by itself |
+| reshard | ends unshard; lets a unit go that is kept for backward |
+| set_reshard_after_forward | works, for each module |
+| set_requires_gradient_sync, set_requires_all_reduce | on a 2-D mesh the sum over replicas is postponed while all modules say no; on a 1-D mesh gradients are reduced every time, which gives the same sums for less memory |
+| set_gradient_divide_factor, set_reduce_scatter_divide_factor | work, for each module |
+| reset_iter_state | works; the next forward would recover by itself |
+| set_modules_to_forward_prefetch, set_modules_to_backward_prefetch | checked, then not needed: the engine learns the order and prefetches along it |
+| set_reshard_after_backward, set_is_last_backward, set_unshard_in_backward, set_post_optim_event, set_force_sum_reduction_for_comms, set_reduce_scatter_unused_params, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group | not needed: results are the same, and the engine decides |
+| set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm(True) | NotSupported |
+"""  # noqa: E501  a table
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.errors import NotSupported, OptionError
+from fullshard.gathering import current_task
+from fullshard.live import NO_TASK, LiveUnit
+from fullshard.runtime import Runtime
+from fullshard.torch_fsdp.marks import EMPTY, Mark, mark_of, marks_in
+from fullshard.torch_fsdp.sharding import divide, engine_of, keep_or_release, postpone, ready, units_behind
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = module
+
+    def wait(self) -> None:
+        """The module's parameters are whole when this returns."""
+        module, self._module = self._module, None
+        if module is not None:
+            _unshard(module)
+
+
+class FSDPModule:
+    """A module to which `fully_shard` was applied. It keeps its class: this one is put before it."""
+
+    _plain_class: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new object of this class, such as a slice of a Sequential, is a plain module."""
+        return cls._plain_class(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        mark = _mark(self)
+        if mark.state == EMPTY:
+            ready(mark.module)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotSupported(
+            "a module under fully_shard cannot be pickled: every rank holds a part",
+            "Save its state dict: fs.save, torch.distributed.checkpoint, or inside `with fs.full(model):`.",
+        )
+
+    # ---- full values
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Whole values in the module's own parameters, for reading. All ranks must call it."""
+        module = _mark(self).module
+        ready(module)
+        if async_op:
+            return UnshardHandle(module)
+        _unshard(module)
+        return None
+
+    def reshard(self) -> None:
+        """Only this rank's elements in the module's own parameters again."""
+        module = _mark(self).module
+        ready(module)
+        runtime = engine_of(module)
+        for unit in units_behind(module) if runtime is not None else ():
+            assert runtime is not None
+            _Unsharded.of(runtime).close(unit)
+            if current_task() == NO_TASK and runtime.gathering.forward is None:
+                unit.release()
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: what it left is dropped."""
+        module = _mark(self).module
+        ready(module)
+        runtime = engine_of(module)
+        if runtime is not None:
+            runtime.gathering.abandon_pass()
+            runtime.gathering.recover()
+            runtime.reduction.drop()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full values are let go after forward and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise OptionError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}",
+                "Give True or False.",
+            )
+        for mark in _marks(self, recurse):
+            mark.reshards = reshard_after_forward
+            keep_or_release(mark)
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False for all micro-batches but the last."""
+        for mark in _marks(self, recurse):
+            mark.syncs = mark.sums_replicas = requires_gradient_sync
+            postpone(mark)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a 2-D mesh: False postpones the sum over replicas to a later micro-batch."""
+        for mark in _marks(self, recurse):
+            mark.sums_replicas = requires_all_reduce
+            postpone(mark)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sums of this module's gradients are divided by `factor` instead of the number of ranks."""
+        mark = _mark(self)
+        mark.divisor = float(factor)
+        divide(mark)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of set_gradient_divide_factor."""
+        self.set_gradient_divide_factor(factor)
+
+    # ---- not needed here
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Checked only: the engine gathers along the order that it learned in the first pass."""
+        _require_marked(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Checked only: backward follows the learned order."""
+        _require_marked(modules)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Nothing: full values are let go when backward ends, and gathered again."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing: every backward is completed when it ends."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing: the engine knows which units backward does not need (embeddings)."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Nothing: gathers wait for the stream that the optimizer ran on."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing: sums are all that is sent here."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Nothing: ranks may always use different parameters."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Checked only: a few small exchanges, or one large one, are under way at a time."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise OptionError(f"max_input_buffers is {max_input_buffers}", "Give a positive int.")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Nothing: gathers and reduces always have a group each."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing: gathers are always issued ahead."""
+
+    # ---- not supported
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        raise _no("set_all_reduce_hook", "Change p.grad between backward and the optimizer's step.")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        raise _no("set_custom_all_gather", "Leave it out; fs.Precision(gather=torch.int8) sends less.")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        raise _no("set_custom_reduce_scatter", "Leave it out; fs.Precision(wire=...) changes what is sent.")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        raise _no("set_symm_mem_for_comm", "Leave it out.")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        if enable:
+            raise _no("set_allocate_memory_from_process_group_for_comm", "Leave it out.")
+
+
+def _no(method: str, remedy: str) -> NotSupported:
+    return NotSupported(f"FSDPModule.{method}: this engine has its own communication", remedy)
+
+
+def _mark(module: Any) -> Mark:
+    mark = mark_of(module)
+    assert mark is not None  # only a marked module has this class
+    return mark
+
+
+def _marks(module: Any, recurse: bool) -> Iterator[Mark]:
+    """What a setter is about. It may come before the outer modules are marked, so it must not shard."""
+    mark = _mark(module)
+    yield from marks_in(mark.module) if recurse else (mark,)
+
+
+def _require_marked(modules: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise OptionError(f"expects FSDPModules but got {type(module)}", "Call fully_shard on it first.")
+
+
+class _Unsharded:
+    """The units of one engine that `unshard` has opened."""
+
+    def __init__(self) -> None:
+        self._open: dict[LiveUnit, AbstractContextManager[None]] = {}
+        self._watches: list[RemovableHandle] = []
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> _Unsharded:
+        return _unsharded.setdefault(runtime, cls())
+
+    def open(self, runtime: Runtime, unit: LiveUnit) -> None:
+        if unit in self._open:
+            return
+        context = runtime.opened([unit], writeback=False)
+        context.__enter__()
+        self._open[unit] = context
+        if not self._watches:
+            # A forward gathers by itself, and trains; one on values opened for reading could not.
+            modules = [module for each in runtime.units for module in each.modules]
+            self._watches = [m.register_forward_pre_hook(self._before_forward, prepend=True) for m in modules]
+
+    def _before_forward(self, *_: Any) -> None:
+        for unit in list(self._open):
+            self.close(unit)
+
+    def close(self, unit: LiveUnit) -> None:
+        context = self._open.pop(unit, None)
+        if context is not None:
+            context.__exit__(None, None, None)
+        if not self._open:
+            for watch in self._watches:
+                watch.remove()
+            self._watches.clear()
+
+
+_unsharded: weakref.WeakKeyDictionary[Runtime, _Unsharded] = weakref.WeakKeyDictionary()
+
+
+def _unshard(module: nn.Module) -> None:
+    runtime = engine_of(module)
+    if runtime is None or current_task() != NO_TASK or runtime.gathering.forward is not None:
+        return
+    for unit in units_behind(module):
+        if not unit.whole:
+            with torch.no_grad():
+                _Unsharded.of(runtime).open(runtime, unit)

@@ -1,0 +1,154 @@
+"""Values for a model that was marked on the meta device, after `to_empty`.
+
+torch's users initialise after `to_empty`, with shards that know their whole shape. Here a parameter rests as
+a flat piece, and `kaiming_uniform_` of a piece takes its bounds from the wrong shape; two ranks with one seed
+would even write the same numbers. So until the model is first used its parameters are of a class that
+notices when it is touched: the unit is opened, the code sees whole values, and what it leaves counts. One
+unit is whole at a time. With one seed on all ranks the values are bit for bit those of an unsharded model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.live import LiveUnit
+from fullshard.runtime import Runtime
+from fullshard.shards import Lane
+from fullshard.surface import MethodGuard
+from fullshard.tensors import tensors_in
+
+_about = """
+requires_grad grad is_leaf device dtype is_meta layout _version grad_fn _grad_fn _backward_hooks is_cuda
+is_cpu ndim is_sparse is_quantized output_nr _post_accumulate_grad_hooks names is_mps is_xpu dim
+is_floating_point is_complex element_size register_hook register_post_accumulate_grad_hook requires_grad_
+__hash__ ndimension get_device is_nested
+"""
+_ABOUT = frozenset(_about.split())  # answered by the piece as well as by the whole
+_windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()  # by id of a parameter
+
+
+class Uninitialised(nn.Parameter):
+    """A parameter without values yet. Touching it makes its unit whole."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in _ABOUT:
+                touched = [t for t in tensors_in([args, kwargs]) if isinstance(t, Uninitialised)]
+                if name in ("shape", "size", "numel", "nelement") and len(touched) == 1:
+                    return _measure(touched[0], func, args, kwargs)
+                for parameter in touched:
+                    window = _windows.get(id(parameter))
+                    if window is not None:
+                        window.touch(parameter)
+            return func(*args, **kwargs)
+
+
+def _measure(parameter: Uninitialised, func: Any, args: Any, kwargs: Any) -> Any:
+    """A shape needs no gather, so one rank alone may ask for it."""
+    window = _windows.get(id(parameter))
+    if window is None:
+        return func(*args, **kwargs)
+    shape = window.whole_shape(parameter)
+    return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
+
+
+class Window:
+    """From `to_empty` to the first use of the model."""
+
+    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
+        self._runtime = runtime
+        self._places: dict[int, tuple[LiveUnit, Lane, int]] = {}
+        self._open: AbstractContextManager[None] | None = None
+        self._busy = False
+        self._guards: list[tuple[nn.Module, str, MethodGuard]] = []
+        for module in model.modules():
+            # `reset_parameters` and the like of a module at rest are refused otherwise.
+            self._guards += [(module, n, v) for n, v in vars(module).items() if isinstance(v, MethodGuard)]
+        for module, name, _ in self._guards:
+            del module.__dict__[name]
+        runtime.__dict__["opened"] = self._opened
+        for unit in runtime.units:
+            for lane in unit.lanes:
+                for index, parameter in enumerate(lane.parameters):
+                    self._begin(unit, lane, index, parameter)
+
+    def _begin(self, unit: LiveUnit, lane: Lane, index: int, parameter: nn.Parameter) -> None:
+        if parameter.is_floating_point():
+            parameter.data.fill_(float("nan"))  # what nobody initialises shows in the first loss
+        self._places[id(parameter)] = unit, lane, index
+        if type(parameter) is nn.Parameter:
+            _turn(parameter, Uninitialised)
+            _windows[id(parameter)] = self
+
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        _, lane, index = self._places[id(parameter)]
+        return lane.layout.pieces[index].shape
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        unit, _, _ = self._places[id(parameter)]
+        if self._busy or unit.whole:
+            return
+        self._close()
+        opened = self._opened([unit], warn=False)
+        opened.__enter__()
+        self._open = opened
+
+    @contextmanager
+    def _opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
+        """The engine's `opened`, whose own work on parameters is no touch. `apply` comes here too."""
+        with ExitStack() as inside:
+            with self._at_work():
+                inside.enter_context(Runtime.opened(self._runtime, units, writeback, warn))
+            try:
+                yield
+            finally:
+                with self._at_work():
+                    inside.close()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """The model is used: its values are what they are now."""
+        self._close()
+        del self._runtime.__dict__["opened"]
+        for unit in self._runtime.units:
+            for lane in unit.lanes:
+                for parameter in lane.parameters:
+                    if type(parameter) is Uninitialised:
+                        _turn(parameter, nn.Parameter)
+                        _windows.pop(id(parameter), None)
+        for module, name, guard in self._guards:
+            module.__dict__.setdefault(name, guard)
+
+
+def _turn(parameter: Any, into: type[nn.Parameter]) -> None:
+    parameter.__class__ = into  # as torch's lazy parameters do
+
+
+def zeros(module: nn.Module) -> None:
+    """Memory for a meta-device module's own tensors; the window marks what nobody initialises."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            tensor.detach().zero_()

@@ -1,0 +1,161 @@
+"""torch's static methods for optimizer state, old and new names."""
+
+# ruff: noqa: ARG004  `group` belongs to torch's signature; the ranks are the model's own
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import NotSupported, StateError
+from fullshard.runtime import Runtime
+from fullshard.torch_fsdp import optimizer_dicts, strategies
+from fullshard.torch_fsdp.optimizer_dicts import Numbered, numbered
+from fullshard.torch_fsdp.roots import begin, wrappers_in
+from fullshard.torch_fsdp.state_dicts import is_first, settings_of
+from fullshard.torch_fsdp.strategies import OptimStateKeyType, StateDictType
+
+Optimizer = torch.optim.Optimizer
+
+
+class OptimizerCalls:
+    """What `FullyShardedDataParallel` offers for its optimizers.
+
+    `group` is taken and not used: the ranks are the model's own.
+    """
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter names, in the form that the state dict type asks for."""
+        said = settings_of(model)
+        config = said.optim_state_dict_config
+        if said.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise NotSupported(
+                "optim_state_dict under LOCAL_STATE_DICT",
+                "Use SHARDED_STATE_DICT with torch.distributed.checkpoint, or FULL_STATE_DICT.",
+            )
+        own = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        full = said.state_dict_type is StateDictType.FULL_STATE_DICT
+        first_only = getattr(config, "rank0_only", False)
+        return _taken(model, numbered(model, optim), own, (full, first_only, config.offload_to_cpu))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """This rank's part, for `optim.load_state_dict`."""
+        first_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
+        order = numbered(model, optim)
+        loaded = optimizer_dicts.to_load(_engine(model), model, optim_state_dict, order, first_only)
+        if not is_named_optimizer:
+            loaded = optimizer_dicts.numbers_for_names(loaded, order)
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
+    # ---- torch's older names
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Whole values on the host, on the first rank or on all."""
+        order = numbered(model, optim, optim_input)
+        return _taken(model, order, optim.state_dict(), (True, rank0_only, True))
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """Shards that know their whole shape."""
+        return _taken(model, numbered(model, optim), optim.state_dict(), (False, False, False))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Of whole values, which every rank has, this rank's part."""
+        return _loaded(full_optim_state_dict, model, numbered(model, optim, optim_input), False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The same where only the first rank has them; the others give None."""
+        return _loaded(full_optim_state_dict, model, numbered(model, optim, optim_input), True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Of shards, this rank's part."""
+        return _loaded(sharded_optim_state_dict, model, numbered(model, optim), False)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Names for numbers, or numbers for names; `model` may be a plain one."""
+        kind = strategies.by_name(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
+        order = numbered(model, optim, optim_input)
+        return optimizer_dicts.rekey(optim_state_dict, kind is OptimStateKeyType.PARAM_NAME, order)
+
+
+def _engine(model: nn.Module) -> Runtime | None:
+    """The one engine in `model`; None if it holds nothing that is sharded."""
+    wrappers = wrappers_in(model)
+    if not wrappers:
+        raise StateError(f"{type(model).__name__} holds no wrapped module", "Wrap the model first.")
+    for wrapper in wrappers:
+        begin(wrapper)
+    engines = {w.__dict__["_fullshard"] for w in wrappers if "_fullshard" in w.__dict__}
+    if len(engines) > 1:
+        raise NotSupported(
+            f"optimizer state of a model with {len(engines)} wrapped parts and no wrapper around them",
+            "Wrap the whole model as well.",
+        )
+    return engines.pop() if engines else None
+
+
+def _taken(
+    model: nn.Module, order: Numbered, own: dict[str, Any], how: tuple[bool, bool, bool]
+) -> dict[str, Any]:
+    full, first_only, to_host = how
+    runtime = _engine(model)
+    state, groups = optimizer_dicts.by_name(own, order)
+    if runtime is None:
+        return {"state": state, "param_groups": groups}
+    if not full:
+        return {"state": optimizer_dicts.shards(runtime, model, state, to_host), "param_groups": groups}
+    wanted = not first_only or is_first(runtime)
+    whole = optimizer_dicts.whole(runtime, model, state, wanted, to_host)
+    return {"state": whole, "param_groups": groups} if wanted else {}
+
+
+def _loaded(
+    saved: dict[str, Any] | None, model: nn.Module, order: Numbered, first_only: bool
+) -> dict[str, Any]:
+    loaded = optimizer_dicts.to_load(_engine(model), model, saved, order, first_only)
+    return optimizer_dicts.numbers_for_names(loaded, order)

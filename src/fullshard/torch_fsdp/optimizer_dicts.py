@@ -1,0 +1,328 @@
+"""State dicts of an optimizer by the names of its parameters: whole values, or shards that know the whole.
+
+`optimizer.state_dict()` of a sharded model is one rank's part under numbers. `whole` puts the parts together,
+lane by lane; `to_load` cuts them again, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.contents import Site, canonical, plain, sites
+from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
+from fullshard.runtime import Runtime
+from fullshard.shards import in_memory_order, piece_view
+from fullshard.state import StateShard
+from fullshard.torch_fsdp.state_dicts import is_first, shard_of, whole_lane
+
+State = dict[str, dict[str, Any]]  # by parameter's name, then by the optimizer's own key
+Group = list[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The parameters of an optimizer in its own order: groups, and each one's name."""
+
+    groups: list[Group]
+    names: dict[int, str]  # by id
+
+    @property
+    def in_order(self) -> list[nn.Parameter]:
+        return [p for group in self.groups for p in group]
+
+    def name(self, parameter: torch.Tensor) -> str:
+        found = self.names.get(id(parameter))
+        if found is None:
+            raise StateError(
+                f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that the model does not own",
+                "Build it from model.parameters().",
+            )
+        return found
+
+
+def numbered(model: nn.Module, optimizer: torch.optim.Optimizer | None, given: Any = None) -> Numbered:
+    """`given` is what the optimizer was built from, in torch's older calls."""
+    names = {id(p): canonical(n) for n, p in reversed(list(nn.Module.named_parameters(model)))}
+    if given is not None:
+        listed = list(given)
+        groups = [list(g["params"]) if isinstance(g, dict) else [g] for g in listed]
+        if listed and not isinstance(listed[0], dict):
+            groups = [[p for group in groups for p in group]]
+    elif optimizer is not None:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+    else:
+        groups = [list(model.parameters())]
+    return Numbered(groups, names)
+
+
+# ---- taking
+
+
+def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, list[dict[str, Any]]]:
+    """An optimizer's own state dict with names for numbers; values are still this rank's."""
+    in_order = order.in_order
+    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if len(numbers) != len(in_order):
+        raise StateError(
+            f"the state dict has {len(numbers)} parameters and the optimizer {len(in_order)}",
+            "Give the state dict of this optimizer.",
+        )
+    name = {key: order.name(p) for key, p in zip(numbers, in_order, strict=True)}
+    state = {name.get(key, key): _own(held) for key, held in state_dict["state"].items()}
+    groups = []
+    for group in state_dict["param_groups"]:
+        options = {k: deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append(options | {"params": [name[key] for key in group["params"]]})
+    return state, groups
+
+
+def _own(held: dict[str, Any]) -> dict[str, Any]:
+    """Values as the optimizer keeps them; its state dict may show them as shards of the whole."""
+    return {key: value.local if isinstance(value, StateShard) else value for key, value in held.items()}
+
+
+def whole(runtime: Runtime, model: nn.Module, state: State, wanted: bool, to_host: bool) -> State:
+    """Whole values on every rank that wants them; all ranks take part."""
+    known = {site.name: site for site in sites(runtime, model)}
+    together: dict[tuple[int, str, torch.dtype], list[Site]] = {}
+    found: State = {name: {} for name in state}
+    for name, held in state.items():
+        for key, value in held.items():
+            site = known.get(name)
+            if site is not None and _in_elements(site, name, key, value) and not site_is_whole(site):
+                position = runtime.lanes.index(site.lane)  # type: ignore[arg-type]
+                together.setdefault((position, key, plain(value).dtype), []).append(site)
+                found[name][key] = None  # its place in the order of keys
+            elif wanted:
+                found[name][key] = _taken(value, to_host)
+    _agree(runtime, together)
+    for (position, key, dtype), members in sorted(together.items(), key=lambda item: str(item[0])):
+        lane = runtime.lanes[position]
+        pieces = {site.index: plain(state[site.name][key]) for site in members}
+        values = whole_lane(lane, pieces, dtype)
+        for site in members if wanted else ():
+            value = piece_view(values, lane.layout.pieces[site.index])
+            found[site.name][key] = value.cpu() if to_host and not value.is_cpu else value.clone()
+    return found if wanted else {}
+
+
+def shards(runtime: Runtime, model: nn.Module, state: State, to_host: bool) -> State:
+    """Values that know their whole shape; torch.distributed.checkpoint saves and loads them."""
+    known = {site.name: site for site in sites(runtime, model)}
+    found: State = {name: {} for name in state}
+    for name, held in state.items():
+        for key, value in held.items():
+            site = known.get(name)
+            if site is not None and _in_elements(site, name, key, value) and not site_is_whole(site):
+                local = plain(value).cpu() if to_host else plain(value)
+                assert site.lane is not None
+                found[name][key] = shard_of(site.lane, site.index, local, f"{name}.{key}")
+            else:
+                found[name][key] = _taken(value, to_host)
+    return found
+
+
+def site_is_whole(site: Site) -> bool:
+    return site.lane is None or site.lane.whole_at_rest
+
+
+def _taken(value: Any, to_host: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return deepcopy(value)
+    value = plain(value)
+    return value.cpu() if to_host and not value.is_cpu else value.clone()
+
+
+def _in_elements(site: Site, name: str, key: str, value: Any) -> bool:
+    """The state has one value for each element of its parameter; otherwise it is one number, or refused."""
+    if not isinstance(value, torch.Tensor) or key == "step":
+        return False
+    if value.shape == site.parameter.shape and (value.dim() or not site.parameter.dim()):
+        return True
+    if value.numel() == 1 and value.dim() == 0:
+        return False
+    raise NotSupported(
+        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, which is not its parameter's: "
+        "it is kept in blocks, say, and cannot be put together",
+        "Use fs.save(path, model, optimizer) and fs.load, on the same number of ranks.",
+    )
+
+
+def _agree(runtime: Runtime, together: dict[tuple[int, str, torch.dtype], list[Site]]) -> None:
+    """Ranks whose optimizers hold different state would wait for each other forever."""
+    mine = sorted(f"{key} of {site.name!r}" for (_, key, _), members in together.items() for site in members)
+    everyone = runtime.comm.tell_objects(mine)
+    for rank, theirs in zip(runtime.comm.members, everyone, strict=True):
+        strange = sorted(set(theirs) ^ set(everyone[0]))
+        if strange:
+            raise RankMismatch(
+                f"the optimizers of rank {rank} and rank {runtime.comm.members[0]} differ: only one has "
+                f"{strange[0]}",
+                "Step the optimizer on all ranks.",
+            )
+
+
+# ---- loading
+
+
+def to_load(
+    runtime: Runtime | None, model: nn.Module, saved: dict[str, Any] | None, order: Numbered, first_only: bool
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes on this rank, still by name."""
+    known = {} if runtime is None else {site.name: site for site in sites(runtime, model)}
+    wanted = {order.name(p) for p in order.in_order}
+    if first_only and runtime is not None:
+        state, groups = _from_first(runtime, saved, known, wanted)
+    else:
+        if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+            raise OptionError(
+                "the optimizer state dict has no 'state' or no 'param_groups'", "Load a whole one."
+            )
+        groups = saved["param_groups"]
+        numbers = _numbers(
+            ((n, k, _described(v)[0]) for n, h in saved["state"].items() for k, v in h.items()), known
+        )
+        state = {
+            name: {
+                key: _cut(known.get(name), (name, key), value, key in numbers) for key, value in held.items()
+            }
+            for name, held in saved["state"].items()
+            if _is_wanted(name, wanted, order)
+        }
+    return {"state": state, "param_groups": [_group(group, groups, order) for group in order.groups]}
+
+
+def _is_wanted(name: Any, wanted: set[str], order: Numbered) -> bool:
+    if name not in wanted and name not in order.names.values():
+        raise StateError(
+            f"the optimizer state dict names {name!r}, which the model has not",
+            "Load the state of this model, by the names of its parameters.",
+        )
+    return name in wanted
+
+
+def _group(group: Group, saved: Sequence[dict[str, Any]], order: Numbered) -> dict[str, Any]:
+    """A group of this optimizer with the options of the saved one that its parameters were in."""
+    names = [order.name(p) for p in group]
+    holding = [g for g in saved if not names or set(names) & set(g["params"])]
+    if not holding:
+        raise StateError(
+            f"no group of the saved optimizer holds {names[0]!r}", "Build the optimizer as it was when saved."
+        )
+    options = [{k: v for k, v in g.items() if k != "params"} for g in holding]
+    if any(o != options[0] for o in options[1:]):
+        raise StateError(
+            f"the group of {names[0]!r} holds parameters of saved groups with different options",
+            "Group the parameters as they were when saved.",
+        )
+    return deepcopy(options[0]) | {"params": names}
+
+
+def _numbers(rows: Iterable[tuple[str, str, Any]], known: dict[str, Site]) -> set[str]:
+    """Keys under which an optimizer keeps one number, whatever the parameter's shape.
+
+    By key, not by parameter: the state of a parameter without dimensions looks like a number, too.
+    """
+    found = {"step"}
+    for name, key, described in rows:
+        site = known.get(name)
+        cut = site is not None and not site_is_whole(site)
+        if described is not None and not described[0] and cut and known[name].piece.shape:
+            found.add(key)
+    return found
+
+
+def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool) -> Any:
+    """This rank's part of a value, in the shape of the parameter here."""
+    name, key = named
+    if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        return deepcopy(value)
+    if isinstance(value, StateShard):
+        if site is not None and site.lane is not None and not site_is_whole(site):
+            start, stop = site.lane.layout.kept(site.piece, site.lane.comm.rank)
+            if (value.start, value.stop) == (start, stop):
+                return value.local.clone()
+        raise StateError(
+            f"optimizer state {key!r} of {name!r} is a shard of another cut", "Load whole values."
+        )
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        raise NotSupported(
+            f"optimizer state {key!r} of {name!r} is a {type(value).__name__}",
+            "Load whole tensors, or the shards of optim_state_dict, filled by torch.distributed.checkpoint.",
+        )
+    if site is None or site_is_whole(site) or is_number:
+        return value.clone()
+    assert site.lane is not None
+    piece, lane = site.piece, site.lane
+    if tuple(value.shape) != piece.shape:
+        raise StateError(
+            f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, not {piece.shape}",
+            "Load the state of this model.",
+        )
+    start, stop = lane.layout.kept(piece, lane.comm.rank)
+    return in_memory_order(value, piece)[start:stop].clone().view(lane.resting[site.index].shape)
+
+
+def _from_first(
+    runtime: Runtime, saved: dict[str, Any] | None, known: dict[str, Site], wanted: set[str]
+) -> tuple[State, list[dict[str, Any]]]:
+    """The first rank has it all; the others get their parts, one tensor on its way at a time."""
+    comm = runtime.comm
+    told: Any = None
+    if is_first(runtime):
+        assert saved is not None
+        rows = [
+            (name, key, *_described(v)) for name, held in saved["state"].items() for key, v in held.items()
+        ]
+        told = rows, list(saved["state"]), saved["param_groups"]
+    rows, names, groups = comm.tell_objects(told)[0]
+    state: State = {name: {} for name in names if name in wanted}
+    numbers = _numbers((row[:3] for row in rows), known)
+    for name, key, described, value in rows:
+        if described is not None:
+            shape, dtype = described
+            if saved is not None and is_first(runtime):
+                value = saved["state"][name][key].detach().cpu().contiguous()
+            else:
+                value = torch.empty(shape, dtype=dtype)
+            if value.numel():
+                comm.from_first(value)
+        if name in wanted:
+            state[name][key] = _cut(known.get(name), (name, key), value, key in numbers)
+    return state, groups
+
+
+def _described(value: Any) -> tuple[Any, Any]:
+    """A tensor by shape and dtype, anything else by itself."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype), None
+    return None, value
+
+
+def numbers_for_names(loaded: dict[str, Any], order: Numbered) -> dict[str, Any]:
+    """The same with the numbers that an optimizer's own state dict has."""
+    number = {order.name(p): i for i, p in enumerate(order.in_order)}
+    groups = [g | {"params": [number[n] for n in g["params"]]} for g in loaded["param_groups"]]
+    return {"state": {number[n]: held for n, held in loaded["state"].items()}, "param_groups": groups}
+
+
+def rekey(saved: dict[str, Any], to_names: bool, order: Numbered) -> dict[str, Any]:
+    """Names for numbers or numbers for names; nothing else changes."""
+    names = [order.name(p) for p in order.in_order]
+    have_names = {isinstance(key, str) for key in saved["state"]}
+    if len(have_names) > 1:
+        raise OptionError(f"names and numbers are mixed: {list(saved['state'])}", "Use one of them.")
+    if have_names == {to_names}:
+        return saved
+    change: dict[Any, Any] = dict(enumerate(names)) if to_names else {n: i for i, n in enumerate(names)}
+    groups: Iterable[dict[str, Any]] = deepcopy(saved["param_groups"])
+    return {
+        "state": {change[key]: value for key, value in saved["state"].items()},
+        "param_groups": [g | {"params": sorted(change[key] for key in g["params"])} for g in groups],
+    }

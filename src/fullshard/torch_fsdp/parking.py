@@ -1,0 +1,114 @@
+"""Values on their way into a model that is sharded elsewhere than it was built.
+
+Two habits of scripts: a model on the host with `device_id=` a GPU, and a model that only rank 0 has read, the
+others being on the meta device, with `sync_module_states=True`. In both the engine is shown a meta-device
+model. It gives memory to one unit at a time, and asks for values: they are copied from where they were
+parked. So no device holds the whole model, and no host but the first rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fullshard import agreements, collectives, world
+from fullshard.errors import OptionError
+
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+
+
+class Said(Protocol):
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def device(self) -> torch.device | None: ...
+    @property
+    def synchronise(self) -> bool: ...
+
+
+class Parked:
+    """What was taken out of a model, and how it comes back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values: dict[int, torch.Tensor] = {}  # by id of the parameter
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}  # by module and name
+        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._given: Callable[[nn.Module], Any] | None = None
+        self._zeros = False  # this rank's values do not count
+        self.materialize: Callable[[nn.Module], Any] | None = None
+
+    def place(self, said: Said, initialize: Callable[[nn.Module], Any] | None, hybrid: bool) -> None:
+        """Make the model ready for the engine: on one device, or on meta with values to come."""
+        self._given = self.materialize = initialize
+        collectives.start()
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        on_meta, real = any(t.is_meta for t in tensors), {t.device for t in tensors if not t.is_meta}
+        if said.synchronise:
+            grid = collectives.rank_grid(said.mesh, hybrid)
+            flags = agreements.tell_first(on_meta, grid)
+            if any(flags) and not all(flags):
+                self._zeros = on_meta and not flags[0]
+                self._park()
+                return
+        if said.device is None or not real or real == {said.device}:
+            return
+        self._refuse_elsewhere(real, said.device)
+        if not on_meta and said.device == world.compute_device(torch.device("meta")):
+            self._park()
+        else:
+            self._module.to(said.device)
+
+    def _refuse_elsewhere(self, real: set[torch.device], device: torch.device) -> None:
+        strange = sorted(str(d) for d in real if d.type != "cpu" and d != device)
+        if strange:
+            raise OptionError(
+                f"device_id is {device}, but the module lies on {', '.join(strange)}",
+                "Move it there first, or leave it on the CPU.",
+            )
+
+    def _park(self) -> None:
+        """The model as if built on meta; the parameters stay the objects they are."""
+        for module in self._module.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.is_meta:
+                    empty = torch.empty_like(parameter, device="meta")
+                    twin = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    _swap(parameter, twin)
+                    self._twins.append((parameter, twin))
+                    self._values[id(parameter)] = twin.data
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    self._buffers[id(module), name] = buffer
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+        self.materialize = self._fill
+
+    def _fill(self, module: nn.Module) -> None:
+        """The values of one module's own tensors; the engine has given them memory."""
+        if any(value is None for _, value in self._own(module)):
+            if self._given is not None:
+                self._given(module)  # may give new memory itself, as torch asks of it
+            elif not self._zeros and callable(getattr(module, "reset_parameters", None)):
+                module.reset_parameters()  # type: ignore[operator]
+        for tensor, value in self._own(module):
+            if value is not None:
+                tensor.detach().copy_(value)
+            elif self._zeros:  # what memory happened to hold could be taken for a missing value
+                tensor.detach().zero_()
+
+    def _own(self, module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """A module's own tensors, each with what was parked of it."""
+        found = [(p, self._values.get(id(p))) for p in module._parameters.values() if p is not None]
+        buffers = ((n, b) for n, b in module._buffers.items() if b is not None)
+        return [*found, *((b, self._buffers.get((id(module), n))) for n, b in buffers)]
+
+    def restore(self) -> None:
+        for parameter, twin in reversed(self._twins):
+            _swap(parameter, twin)
+        for module in self._module.modules():
+            for name in module._buffers:
+                if (id(module), name) in self._buffers:
+                    module._buffers[name] = self._buffers[id(module), name]

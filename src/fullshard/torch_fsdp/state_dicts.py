@@ -1,0 +1,221 @@
+"""What a wrapper's `state_dict()` holds under each of torch's three types, and what it takes back.
+
+FULL is plain and whole, SHARDED holds StateShards, LOCAL this rank's elements as flat plain tensors with a
+stamp that says whose they are. Keys are those of the module without wrappers, always.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.collectives import as_bytes
+from fullshard.errors import FullshardError, StateError
+from fullshard.layout import Piece
+from fullshard.runtime import Runtime
+from fullshard.shards import Lane, piece_view
+from fullshard.state import BeforeLoad, StateShard
+from fullshard.torch_fsdp import strategies
+from fullshard.torch_fsdp.roots import WRAPPED, Wrapper, clean, wrappers_in
+from fullshard.torch_fsdp.strategies import StateDictSettings, StateDictType
+
+STAMP = "_local_layout"  # under LOCAL_STATE_DICT: rank, ranks, and a checksum of how the model is cut
+_taking: set[int] = set()  # engines whose state dict is being put together
+
+
+def whole_lane(lane: Lane, pieces: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Every rank's elements of what is laid out like this lane; a collective.
+
+    `pieces` are this rank's, by index: the parameters, or a state of their optimizer.
+    """
+    whole = torch.zeros(lane.layout.total, dtype=dtype, device=lane.rest.device)
+    own = whole.view(lane.comm.ranks, -1)[lane.comm.rank]
+    for index, local in pieces.items():
+        start, stop = lane.layout.in_shard(lane.layout.pieces[index], lane.comm.rank)
+        own[start:stop].copy_(local.detach().reshape(-1))
+    operation = lane.comm.gather(as_bytes(whole), as_bytes(own), lane.unit)
+    if operation is not None:
+        operation.wait()
+    return whole
+
+
+def places(runtime: Runtime) -> dict[Piece, tuple[Lane, int]]:
+    return {piece: (lane, i) for lane in runtime.lanes for i, piece in enumerate(lane.layout.pieces)}
+
+
+def is_first(runtime: Runtime) -> bool:
+    return runtime.comm.world_rank == runtime.comm.members[0]
+
+
+# ---- taking
+
+
+def take(wrapper: Wrapper, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """The wrapped module's state dict, as the settings of the outermost call want it."""
+    runtime: Runtime | None = wrapper.__dict__.get("_fullshard")
+    before = set(destination)
+    outer = runtime is not None and id(runtime) not in _taking
+    if outer:
+        _taking.add(id(runtime))
+    try:
+        wrapper._fsdp_wrapped_module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    finally:
+        if outer:
+            _taking.discard(id(runtime))
+    for name, dtype in wrapper.buffer_dtypes.items():
+        if prefix + name in destination:
+            destination[prefix + name] = destination[prefix + name].to(dtype)
+    if outer and runtime is not None:
+        new = [key for key in destination if key not in before]
+        _convert(runtime, wrapper.state_dict_settings, destination, (prefix, new))
+
+
+def _convert(
+    runtime: Runtime, settings: StateDictSettings, state: dict[str, Any], under: tuple[str, list[str]]
+) -> None:
+    prefix, keys = under
+    config = settings.state_dict_config
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for key in keys:
+            if isinstance(state[key], StateShard):
+                state[key] = state[key].local.view(-1)
+        state[prefix + STAMP] = _stamp(runtime)
+    elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        wanted = not getattr(config, "rank0_only", False) or is_first(runtime)
+        _gather_into(runtime, state, keys, wanted, config.offload_to_cpu)
+        if not wanted:
+            for key in keys:
+                del state[key]
+            return
+    if config.offload_to_cpu:
+        for key in keys:
+            state[key] = _on_host(state[key])
+
+
+def _gather_into(
+    runtime: Runtime, state: dict[str, Any], keys: Iterable[str], wanted: bool, to_host: bool
+) -> None:
+    """Whole values in the place of shards: with `to_host` one lane at a time is on the device."""
+    known = places(runtime)
+    by_lane: dict[Lane, dict[int, list[str]]] = {}
+    copies: dict[Any, torch.Tensor] = {}  # of what is whole at rest: training on must not change a state dict
+    for key in keys:
+        if isinstance(state[key], StateShard):
+            lane, index = known[state[key].piece]
+            by_lane.setdefault(lane, {}).setdefault(index, []).append(key)
+        elif isinstance(state[key], torch.Tensor) and wanted:
+            value = state[key]
+            if not to_host or value.is_cpu:
+                same = value.data_ptr(), tuple(value.shape), value.stride(), value.dtype  # tied ones stay one
+                state[key] = copies[same] = copies[same] if same in copies else value.detach().clone()
+    for lane in runtime.lanes:  # one order on all ranks
+        if lane not in by_lane:
+            continue
+        whole = whole_lane(lane, dict(enumerate(lane.parameters)), lane.dtypes.rest)
+        for index, names in by_lane[lane].items() if wanted else ():
+            value = piece_view(whole, lane.layout.pieces[index])
+            value = value.cpu() if to_host and value.device.type != "cpu" else value.clone()
+            state.update(dict.fromkeys(names, value))  # tied names share it, as they did
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, StateShard):
+        return StateShard.make(value.key, value.piece, value.local.cpu(), value.start, value.stop)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _stamp(runtime: Runtime) -> torch.Tensor:
+    rows = [f"{lane.layout.interval} {lane.layout.pieces}" for lane in runtime.lanes]
+    comm = runtime.comm
+    return torch.tensor([comm.rank, comm.ranks, zlib.crc32("\n".join(rows).encode())])
+
+
+# ---- loading
+
+
+def rename(wrapper: Wrapper, state: dict[str, Any], prefix: str) -> None:
+    """Keys of the plain module to those that torch's loading looks for, in place; wrapped ones stay.
+
+    The wrappers inside are renamed as well, so that the values can be checked before one of them is copied.
+    Names behind another library's wrapper are left to that: the wrapper inside it renames the rest.
+    """
+    raw = {clean(name): name for name, _ in nn.Module.named_modules(wrapper, remove_duplicate=False)}
+    for key in [k for k in state if k.startswith(prefix)]:
+        path, _, leaf = clean(key[len(prefix) :]).rpartition(".")
+        rest: list[str] = [leaf]
+        while path not in raw:
+            path, _, part = path.rpartition(".")
+            rest.insert(0, part)
+        target = f"{prefix}{raw[path]}.{'.'.join(rest)}"
+        if target != key:
+            state[target] = state.pop(key)
+
+
+def prepare(wrapper: Wrapper, state: dict[str, Any], prefix: str) -> None:
+    """Before a wrapper's part of `state` is loaded, in place."""
+    settings = wrapper.state_dict_settings
+    runtime: Runtime | None = wrapper.__dict__.get("_fullshard")
+    stamp = state.pop(prefix + STAMP, None)
+    rename(wrapper, state, prefix)
+    if stamp is not None and runtime is not None:
+        if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            raise StateError(
+                "this state dict holds one rank's elements (LOCAL_STATE_DICT)",
+                "Load it inside `with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):`.",
+            )
+        _from_local(runtime, wrapper, state, (prefix, stamp))
+
+
+def _from_local(
+    runtime: Runtime, wrapper: Wrapper, state: dict[str, Any], where: tuple[str, torch.Tensor]
+) -> None:
+    prefix, stamp = where
+    mine = _stamp(runtime)
+    if not torch.equal(stamp.cpu(), mine):
+        rank, ranks, _ = stamp.tolist()
+        raise StateError(
+            f"this state dict holds the elements of rank {rank} of {ranks}, for another cut than that of "
+            f"rank {int(mine[0])} of {int(mine[1])} here",
+            "Load on each rank what it saved, with the same number of ranks, or use FULL_STATE_DICT.",
+        )
+    known = {id(p): (lane, i) for lane in runtime.lanes for i, p in enumerate(lane.parameters)}
+    for name, parameter in nn.Module.named_parameters(wrapper, remove_duplicate=False):
+        key = prefix + name
+        if id(parameter) in known and isinstance(state.get(key), torch.Tensor):
+            lane, index = known[id(parameter)]
+            if not lane.whole_at_rest:
+                state[key] = shard_of(lane, index, state[key], key)
+
+
+def shard_of(lane: Lane, index: int, local: torch.Tensor, key: str) -> StateShard:
+    """This rank's elements of a parameter, or of something of its shape, as a value that knows the whole."""
+    piece = lane.layout.pieces[index]
+    start, stop = lane.layout.kept(piece, lane.comm.rank)
+    if local.numel() != stop - start:
+        raise StateError(f"{key!r} has {local.numel()} elements, and this rank keeps {stop - start}")
+    return StateShard.make(key, piece, local.view(lane.resting[index].shape), start, stop)
+
+
+def check_all(wrapper: Wrapper, state: dict[str, Any]) -> None:
+    """Every value, before one of them is copied: a bad file changes nothing."""
+    for name, module in nn.Module.named_modules(wrapper):
+        for hook in module._load_state_dict_pre_hooks.values():
+            if isinstance(hook.hook, BeforeLoad):
+                try:
+                    hook.hook.convert(dict(state), f"{name}." if name else "")
+                except FullshardError as error:
+                    raise type(error)(error.what.replace(WRAPPED + ".", ""), error.remedy) from None
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """Of all wrappers in `module`, which must agree."""
+    found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
+    if any(settings != found[0] for settings in found[1:]):
+        raise StateError(
+            "wrappers inside one module have different state dict types", "Set it on the outermost module."
+        )
+    return found[0] if found else strategies.settings(StateDictType.FULL_STATE_DICT)

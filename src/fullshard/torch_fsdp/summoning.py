@@ -1,0 +1,119 @@
+"""`summon_full_params`: whole parameters, on all ranks or the first, on device or host, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from fullshard.gradients import plainly
+from fullshard.live import LiveUnit
+from fullshard.runtime import Runtime
+from fullshard.shards import Lane, in_memory_order, piece_view
+from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in
+from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
+
+
+@contextmanager
+def summoned(module: nn.Module, recurse: bool, how: tuple[bool, bool, bool, bool]) -> Iterator[None]:
+    """`how` is (writeback, rank0_only, offload_to_cpu, with_grads). All ranks enter together."""
+    writeback, first_only, to_host, with_gradients = how
+    with ExitStack() as stack:
+        for runtime, units in _to_open(module, recurse):
+            for unit in units:
+                if unit.whole:
+                    continue
+                gradients = _Gradients(unit) if with_gradients else None
+                if gradients is not None:
+                    stack.callback(gradients.put_back)
+                stack.enter_context(runtime.opened([unit], writeback))
+                if first_only and not is_first(runtime):
+                    _close(unit)  # one unit after the other: this rank never holds more than one whole
+                    continue
+                if to_host:
+                    _move_to_host(unit)
+                if gradients is not None:
+                    gradients.show()
+                    stack.callback(gradients.take, writeback)
+        yield
+
+
+def _to_open(module: nn.Module, recurse: bool) -> list[tuple[Runtime, list[LiveUnit]]]:
+    wrappers = wrappers_in(module)
+    for wrapper in wrappers:
+        begin(wrapper)
+    runtimes = {w.__dict__["_fullshard"]: w for w in reversed(wrappers) if "_fullshard" in w.__dict__}
+    if not recurse:
+        runtime = module.__dict__.get("_fullshard")
+        return [(runtime, owned_units(module, runtime))] if runtime and isinstance(module, Wrapper) else []
+    inside = {id(p) for _, p in nn.Module.named_parameters(module)}
+    return [
+        (runtime, [u for u in runtime.units if any(id(p) in inside for x in u.lanes for p in x.parameters)])
+        for runtime in reversed(runtimes)
+    ]
+
+
+def _close(unit: LiveUnit) -> None:
+    unit.whole = False
+    for lane in unit.lanes:
+        lane.close_whole(writeback=False)
+
+
+def _move_to_host(unit: LiveUnit) -> None:
+    """The whole value leaves the device; what is written back is read from the host."""
+    for lane in unit.lanes:
+        if lane.whole is not None and lane.whole.device.type != "cpu":
+            lane.whole = lane.whole.cpu()
+            for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
+                parameter.data = piece_view(lane.whole, piece)
+
+
+class _Gradients:
+    """`p.grad` of one unit, whole and plain while its parameters are whole."""
+
+    def __init__(self, unit: LiveUnit) -> None:
+        self._lanes = [lane for lane in unit.lanes if not lane.whole_at_rest]  # others are whole already
+        self._shards = [_shards(lane) for lane in self._lanes]
+        self._whole = [_gathered(lane, held) for lane, held in zip(self._lanes, self._shards, strict=True)]
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def show(self) -> None:
+        for lane, held, whole in zip(self._lanes, self._shards, self._whole, strict=True):
+            for index in held:
+                lane.parameters[index].grad = piece_view(whole, lane.layout.pieces[index])
+
+    def take(self, writeback: bool) -> None:
+        """Before the parameters are shards again: a gradient has its parameter's shape at any time."""
+        for lane, held in zip(self._lanes, self._shards, strict=True):
+            for index, shard in held.items():
+                parameter, piece = lane.parameters[index], lane.layout.pieces[index]
+                now, parameter.grad = parameter.grad, None
+                if now is None and writeback:
+                    continue
+                if now is not None and writeback:
+                    start, stop = lane.layout.kept(piece, lane.comm.rank)
+                    _plain(shard).view(-1).copy_(in_memory_order(now.detach(), piece)[start:stop])
+                self._kept.append((parameter, shard))
+
+    def put_back(self) -> None:
+        for parameter, shard in self._kept:
+            parameter.grad = shard
+
+
+def _shards(lane: Lane) -> dict[int, torch.Tensor]:
+    return {i: p.grad for i, p in enumerate(lane.parameters) if p.grad is not None}
+
+
+def _gathered(lane: Lane, held: dict[int, torch.Tensor]) -> torch.Tensor:
+    if not held:
+        return lane.rest.new_empty(0)
+    for gradient in held.values():
+        gradient.detach()  # refused while it is postponed: its values are not there
+    return whole_lane(lane, {i: _plain(g) for i, g in held.items()}, lane.dtypes.rest)
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    with plainly():
+        return gradient.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return,unused-ignore]
