@@ -1,0 +1,246 @@
+"""What an FSDP plugin asks for, in our words: arguments of fs.shard, or an error by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fullshard import extras
+from fullshard.errors import NotSupported, OptionError
+from fullshard.hugging_face import own_options
+from fullshard.precision import Precision
+from fullshard.units import has_forward
+
+GIVEN = "_fullshard_given"  # on a plugin: what the user said, before it filled in the rest
+POLICY_GIVEN = "_fullshard_policy_given"
+
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"strategy": "zero3"},
+    "SHARD_GRAD_OP": {"strategy": "zero2"},
+    "NO_SHARD": {"strategy": "replicate"},
+    "HYBRID_SHARD": {"strategy": "hybrid"},
+    "_HYBRID_SHARD_ZERO2": {"strategy": "hybrid", "keep_full": "all"},
+}
+_DATA = ("dp_replicate", "dp_shard")  # the axes of a ParallelismConfig that are ours
+# torch's own policies are made complete by names and sizes that the plugin has beside them.
+_POLICIES = {
+    "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check(accelerator: Any) -> None:
+    """Refuse what we cannot do, as soon as it is asked for."""
+    plugin = accelerator.state.fsdp_plugin
+    offload = plugin.cpu_offload
+    if getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"):
+        raise NotSupported(
+            "fsdp 'offload' (cpu_offload) keeps parameters in host memory, which fullshard does not do",
+            "Leave it out; with more ranks each one holds less.",
+        )
+    if plugin.activation_checkpointing_offload:
+        raise NotSupported(
+            "fsdp activation_checkpointing_offload keeps activations in host memory; fullshard does not",
+            "Use activation_checkpointing alone.",
+        )
+    if plugin.state_dict_type.name == "LOCAL_STATE_DICT":
+        raise NotSupported(
+            "fsdp state_dict_type LOCAL_STATE_DICT would save parts that fit this number of ranks only",
+            "Use SHARDED_STATE_DICT or FULL_STATE_DICT.",
+        )
+    if accelerator.mixed_precision == "fp8" or accelerator.has_fp8_handler:
+        raise NotSupported("mixed_precision 'fp8' with FSDP", "Use 'bf16' or 'fp16'.")
+    sizes = getattr(accelerator.parallelism_config, "_sizes", None) or {}
+    others = [f"{name}_size={size}" for name, size in sizes.items() if size > 1 and name not in _DATA]
+    if others:
+        raise NotSupported(
+            f"ParallelismConfig with {', '.join(others)}", "Use dp_shard_size and dp_replicate_size alone."
+        )
+    strategy(accelerator)
+    precision(accelerator)
+
+
+def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments of fs.shard for this model."""
+    plugin = accelerator.state.fsdp_plugin
+    found = {
+        **strategy(accelerator),
+        "precision": precision(accelerator),
+        "units": units(plugin, model),
+        "ignore": ignored(plugin, model),
+        "checkpoint_activations": bool(plugin.activation_checkpointing),
+    }
+    if given(plugin, "param_init_fn") is not None:
+        found["materialize"] = given(plugin, "param_init_fn")
+    if found["strategy"] == "hybrid":
+        found["mesh"] = mesh(accelerator)
+    return found | own_options.said()
+
+
+def given(plugin: Any, name: str) -> Any:
+    """What the user gave for a field, before accelerate filled it in."""
+    said = vars(plugin).get(GIVEN)
+    return getattr(plugin, name) if said is None else said[name]
+
+
+def strategy(accelerator: Any) -> dict[str, Any]:
+    plugin, replicas = accelerator.state.fsdp_plugin, 1
+    if accelerator.parallelism_config is not None:
+        replicas = accelerator.parallelism_config.dp_replicate_size
+    if plugin.fsdp_version == 1:
+        return _STRATEGIES[_strategy_of_version_1(plugin)]
+    said = given(plugin, "sharding_strategy")
+    if said is not None:
+        raise OptionError(
+            f"fsdp version 2 with sharding_strategy={said!r}", "Say reshard_after_forward, or use version 1."
+        )
+    if replicas > 1:
+        return {"strategy": "hybrid"} | ({} if plugin.reshard_after_forward else {"keep_full": "all"})
+    return {"strategy": "zero3" if plugin.reshard_after_forward else "zero2"}
+
+
+def _strategy_of_version_1(plugin: Any) -> str:
+    """Two fields say it, and accelerate fills in the first one whatever the second says."""
+    said = vars(plugin).get(GIVEN)
+    first, second = plugin.sharding_strategy, plugin.reshard_after_forward
+    if said is None:  # made before we were turned on: a default cannot be told from a choice
+        return str((second if second is not None and first.name == "FULL_SHARD" else first).name)
+    if (
+        said["sharding_strategy"] is not None
+        and said["reshard_after_forward"] is not None
+        and first != second
+    ):
+        raise OptionError(
+            f"fsdp sharding_strategy is {first.name} and reshard_after_forward {second.name}", "Say one."
+        )
+    chosen = second if said["sharding_strategy"] is None and second is not None else first
+    return str(chosen.name)
+
+
+def mesh(accelerator: Any) -> DeviceMesh | None:
+    """Rows are replicas, for ParallelismConfig(dp_replicate_size=...); None makes a node a group."""
+    config = accelerator.parallelism_config
+    if config is None or config.dp_replicate_size == 1:
+        return None
+    ranks = torch.arange(accelerator.num_processes).view(config.dp_replicate_size, -1)
+    return DeviceMesh(accelerator.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def precision(accelerator: Any) -> Precision:
+    """bf16 and fp16 compute on parameters that are gathered in that dtype, not under autocast.
+
+    Autocast would gather in fp32, twice the bytes. What leaves the model is fp32, as without sharding, so a
+    loss is not rounded. Gradients are summed in fp32 whatever their dtype on the wire.
+    """
+    plugin, mixed = accelerator.state.fsdp_plugin, accelerator.mixed_precision
+    outputs = None if mixed == "no" else torch.float32
+    if not vars(plugin).get(POLICY_GIVEN):
+        return Precision(compute=_DTYPES.get(mixed), outputs=outputs)
+    policy = plugin.mixed_precision_policy
+    # Version 1 casts the root's inputs unless told otherwise, and those of inner units only if told.
+    casts = "cast_root_forward_inputs" if plugin.fsdp_version == 1 else "cast_forward_inputs"
+    for name, wanted in (("keep_low_precision_grads", False), (casts, True)):
+        if getattr(policy, name, wanted) != wanted:
+            raise NotSupported(
+                f"fsdp mixed_precision_policy with {name}={not wanted}",
+                f"Leave {name} at {wanted}.",
+            )
+    return Precision(
+        compute=policy.param_dtype,
+        wire=policy.reduce_dtype,
+        outputs=getattr(policy, "output_dtype", None) or outputs,
+    )
+
+
+def cast_buffers(plugin: Any, model: nn.Module) -> None:
+    """A policy object of version 1 may give buffers a dtype; a short name such as 'bf16' leaves them."""
+    said = given(plugin, "mixed_precision_policy")
+    if said is None or isinstance(said, str) or not vars(plugin).get(POLICY_GIVEN):
+        return
+    dtype = getattr(plugin.mixed_precision_policy, "buffer_dtype", None)
+    # BatchNorm's kernels want statistics in fp32.
+    for module in (m for m in model.modules() if not isinstance(m, _BatchNorm)):
+        for name, buffer in module._buffers.items():
+            if dtype is not None and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def units(plugin: Any, model: nn.Module) -> Any:
+    """What the wrap policy would wrap. Our own choice where it names nothing."""
+    policy = given(plugin, "auto_wrap_policy")
+    if policy is None:
+        policy = _set_by_launcher("FSDP_AUTO_WRAP_POLICY")
+    policy = _POLICIES.get(getattr(policy, "__name__", ""), policy)
+    if policy is None:
+        return None
+    if isinstance(policy, str):
+        return _named_units(policy.upper(), plugin, model)
+    if not callable(policy):
+        raise NotSupported(
+            f"fsdp auto_wrap_policy {type(policy).__name__}",
+            "Give a function of module, recurse and nonwrapped_numel, or say units= in "
+            "fullshard.hugging_face.options.",
+        )
+    return _by_policy(policy)
+
+
+def _set_by_launcher(variable: str) -> str | None:
+    return extras.need("accelerate.utils", "hf").parse_choice_from_env(variable, "") or None
+
+
+def _named_units(policy: str, plugin: Any, model: nn.Module) -> Any:
+    if policy == "NO_WRAP":
+        return _nothing  # all of it is one unit
+    if policy == "SIZE_BASED_WRAP":
+        least = plugin.min_num_params or 0
+        return _larger_than(least) if least > 0 else None
+    names = plugin.transformer_cls_names_to_wrap
+    if not names:
+        return None
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in names if name not in classes]
+    if missing:
+        raise OptionError(
+            f"fsdp transformer_layer_cls_to_wrap names {', '.join(map(repr, missing))}, and "
+            f"{type(model).__name__} has no module of that class",
+            f"Its classes are {', '.join(sorted(classes)[:20])}; leave the option out and blocks are found.",
+        )
+    return tuple(classes[name] for name in names)
+
+
+def _nothing(_: nn.Module) -> bool:
+    return False
+
+
+def _larger_than(least: int) -> Callable[[nn.Module], bool]:
+    def is_unit(module: nn.Module) -> bool:
+        return has_forward(module) and sum(p.numel() for p in module.parameters()) > least
+
+    return is_unit
+
+
+def _by_policy(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
+    def is_unit(module: nn.Module) -> bool:
+        size = sum(p.numel() for p in module.parameters())
+        return has_forward(module) and bool(policy(module=module, recurse=False, nonwrapped_numel=size))
+
+    return is_unit
+
+
+def ignored(plugin: Any, model: nn.Module) -> tuple[nn.Module, ...]:
+    said = plugin.ignored_modules
+    if said is None:
+        return ()
+    if isinstance(said, str):
+        found = tuple(m for name, m in model.named_modules() if re.fullmatch(said, name))
+        if not found:
+            raise OptionError(f"fsdp ignored_modules {said!r} matches no module", "Give names that match.")
+        return found
+    return tuple(said)

@@ -1,0 +1,231 @@
+"""Where accelerate and Trainer save and load a sharded model and its optimizer.
+
+One fs.save folder holds both, under the name that they look for: `pytorch_model_fsdp_0`. It appears whole or
+not at all, any number of ranks reads it, and `from_pretrained` loads it. `state_dict_type` makes no
+difference here: no rank holds the whole model while it saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import dcp, hugging_face
+from fullshard.checkpoint.commit import find, is_checkpoint
+from fullshard.checkpoint.contents import canonical
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.opening import open_checkpoint
+from fullshard.checkpoint.save import save
+from fullshard.engine import runtime_of
+from fullshard.errors import CheckpointError, NotSupported
+from fullshard.hugging_face.preparing import torch_optimizer, trains
+from fullshard.hugging_face.whole_state import is_sharded
+
+MODEL_FOLDER = "pytorch_model_fsdp"
+_OPTIMIZER_FOLDER = "optimizer"
+_POINTER = "saved_with_the_model.json"
+
+# What was saved last of each model: folder, optimizer, optimizer steps taken.
+_last: weakref.WeakKeyDictionary[nn.Module, tuple[Path, Any, int]] = weakref.WeakKeyDictionary()
+# Saved a moment ago, before Trainer asks for it.
+saved_ahead: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
+
+
+def is_adapter(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "active_adapter")
+
+
+def save_model(
+    accelerator: Any, model: nn.Module, output_dir: str | os.PathLike[str], index: int, adapter_only: bool
+) -> Path:
+    """The model and the first optimizer that trains it. Every rank must call it."""
+    folder = Path(output_dir).absolute() / f"{MODEL_FOLDER}_{index}"
+    optimizers = [o for o in map(torch_optimizer, accelerator._optimizers) if trains(o, model)]
+    optimizer = optimizers[0] if optimizers else None
+    if saved_ahead.pop(model, None) == folder:
+        return folder
+    # The first rank may come late, from writing files of its own: wait without an alarm.
+    accelerator.wait_for_everyone()
+    save(folder, model, optimizer, frozen=not (adapter_only and is_adapter(model)))
+    _last[model] = (folder, optimizer, runtime_of(model).steps)
+    return folder
+
+
+def save_optimizer(
+    accelerator: Any, optimizer: Any, model: nn.Module, output_dir: str | os.PathLike[str], index: int
+) -> None:
+    folder = Path(output_dir).absolute() / f"{_OPTIMIZER_FOLDER}_{index}"
+    optimizer = torch_optimizer(optimizer)
+    accelerator.wait_for_everyone()
+    with_model, saved, steps = _last.get(model, (folder, None, -1))
+    if saved is not optimizer or with_model.parent != folder.parent or steps != runtime_of(model).steps:
+        save(folder, model, optimizer)
+    elif accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)  # Trainer looks for a folder of this name
+        (folder / _POINTER).write_text(json.dumps({"folder": with_model.name}))
+    accelerator.wait_for_everyone()
+
+
+def load_model(
+    accelerator: Any, model: nn.Module, input_dir: str | os.PathLike[str], index: int, adapter_only: bool
+) -> Any:
+    """From a folder of ours, of torch's FSDP, or of Hugging Face."""
+    accelerator.wait_for_everyone()
+    top = Path(input_dir).absolute()
+    folder = top if top.name == f"{MODEL_FOLDER}_{index}" else top / f"{MODEL_FOLDER}_{index}"
+    file = top / (f"{MODEL_FOLDER}.bin" if index == 0 else f"{MODEL_FOLDER}_{index}.bin")
+    if is_checkpoint(find(folder)):
+        _load(folder, model, None, adapter_only)
+    elif dcp.is_dcp(folder):
+        load(folder, model)
+    elif file.is_file():
+        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    elif hugging_face.is_model(top):
+        load(top, model)
+    else:
+        raise CheckpointError(
+            f"{str(top)!r} holds no model that can be loaded: neither {folder.name!r} nor safetensors files",
+            "Resume from a checkpoint that was saved by Trainer or by accelerator.save_state.",
+        )
+    accelerator.wait_for_everyone()
+    return nn.modules.module._IncompatibleKeys([], [])
+
+
+def load_optimizer(
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    where: tuple[int, bool],
+) -> None:
+    """`where`: the optimizer's index, and whether only an adapter was saved."""
+    index, adapter_only = where
+    accelerator.wait_for_everyone()
+    folder = Path(input_dir).absolute() / f"{_OPTIMIZER_FOLDER}_{index}"
+    if (folder / _POINTER).is_file():
+        folder = folder.parent / Path(json.loads((folder / _POINTER).read_text())["folder"]).name
+    if not is_checkpoint(find(folder)):
+        raise NotSupported(
+            f"{str(folder.parent)!r} has no optimizer state that fullshard saved",
+            "Resume from a checkpoint of a run on fullshard; from others only the model can be loaded: give "
+            "its folder to from_pretrained.",
+        )
+    _load(folder, model, torch_optimizer(optimizer), adapter_only)
+    accelerator.wait_for_everyone()
+
+
+def _load(folder: Path, model: nn.Module, optimizer: Any, adapter_only: bool) -> None:
+    if not (adapter_only and is_adapter(model)):
+        load(folder, model, optimizer)
+        return
+    _require_adapter(folder, model)
+    with warnings.catch_warnings():
+        # The base model is not in the checkpoint, and is not meant to be.
+        warnings.filterwarnings("ignore", "(?s).*not in the checkpoint, left as they were")
+        load(folder, model, optimizer, strict=False)
+
+
+def _require_adapter(folder: Path, model: nn.Module) -> None:
+    """What is not there would be left as it is, without an error: of what trains nothing may be missing."""
+    source = open_checkpoint(folder, False)
+    try:
+        there = set(source.model) | set(source.manifest.tied)
+    finally:
+        source.close()
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and canonical(n) not in there]
+    if missing:
+        raise CheckpointError(
+            f"{str(folder)!r} has no {missing[0]!r} (and {len(missing) - 1} more), which the model trains",
+            "Load a checkpoint of this very adapter.",
+        )
+
+
+# ---- what accelerate and Trainer call; a model that is not ours goes to the original
+
+
+def _save_fsdp_model(original: Any) -> Any:
+    def save_fsdp_model(
+        fsdp_plugin: Any,
+        accelerator: Any,
+        model: Any,
+        output_dir: Any,
+        model_index: int = 0,
+        adapter_only: bool = False,
+        use_dcp: bool = True,
+    ) -> None:
+        if not is_sharded(model):
+            original(fsdp_plugin, accelerator, model, output_dir, model_index, adapter_only, use_dcp)
+        else:
+            save_model(accelerator, model, output_dir, model_index, adapter_only)
+
+    return save_fsdp_model
+
+
+def _load_fsdp_model(original: Any) -> Any:
+    def load_fsdp_model(
+        fsdp_plugin: Any,
+        accelerator: Any,
+        model: Any,
+        input_dir: Any,
+        model_index: int = 0,
+        adapter_only: bool = False,
+        use_dcp: bool = True,
+    ) -> Any:
+        if not is_sharded(model):
+            return original(fsdp_plugin, accelerator, model, input_dir, model_index, adapter_only, use_dcp)
+        return load_model(accelerator, model, input_dir, model_index, adapter_only)
+
+    return load_fsdp_model
+
+
+def _save_fsdp_optimizer(original: Any) -> Any:
+    def save_fsdp_optimizer(
+        fsdp_plugin: Any,
+        accelerator: Any,
+        optimizer: Any,
+        model: Any,
+        output_dir: Any,
+        optimizer_index: int = 0,
+        use_dcp: bool = True,
+    ) -> None:
+        if not is_sharded(model):
+            original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, use_dcp)
+        else:
+            save_optimizer(accelerator, optimizer, model, output_dir, optimizer_index)
+
+    return save_fsdp_optimizer
+
+
+def _load_fsdp_optimizer(original: Any) -> Any:
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any,
+        accelerator: Any,
+        optimizer: Any,
+        model: Any,
+        input_dir: Any,
+        optimizer_index: int = 0,
+        adapter_only: bool = False,
+        use_dcp: bool = True,
+    ) -> None:
+        if not is_sharded(model):
+            args = (fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index)
+            original(*args, adapter_only, use_dcp)
+        else:
+            load_optimizer(accelerator, optimizer, model, input_dir, (optimizer_index, adapter_only))
+
+    return load_fsdp_optimizer
+
+
+FUNCTIONS = {
+    "save_fsdp_model": _save_fsdp_model,
+    "load_fsdp_model": _load_fsdp_model,
+    "save_fsdp_optimizer": _save_fsdp_optimizer,
+    "load_fsdp_optimizer": _load_fsdp_optimizer,
+}

@@ -1,0 +1,145 @@
+"""What transformers' Trainer does with a saved model, a checkpoint folder, and a count of parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fullshard.hugging_face import checkpoints
+from fullshard.hugging_face.accelerators import tried
+from fullshard.hugging_face.preparing import engaged
+from fullshard.hugging_face.seams import replace_function, replace_method
+from fullshard.hugging_face.whole_state import count, is_sharded, whole_state
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the name of a Trainer's checkpoint
+_STATE = "trainer_state.json"  # the last thing that Trainer writes into one
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+def apply(module: ModuleType) -> None:
+    """To one of transformers' modules, when it has been imported."""
+    if not tried("transformers"):
+        return
+    if module.__name__ == "transformers.trainer":
+        replace_method(module.Trainer, "save_model", _save_model)
+    elif module.__name__ == "transformers.trainer_utils":
+        replace_function(module, "get_last_checkpoint", _get_last_checkpoint)
+    else:
+        replace_function(module, "get_model_param_count", _get_model_param_count)
+
+
+def _save_model(original: Any) -> Any:
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not (engaged(self.accelerator) and is_sharded(self.model)):
+            original(self, output_dir, _internal_call)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        kind = self.accelerator.state.fsdp_plugin.state_dict_type.name
+        if _internal_call and kind == "SHARDED_STATE_DICT" and not checkpoints.is_adapter(self.model):
+            _save_sharded(self, folder)
+        else:
+            wanted = _adapter_names(self.model) if checkpoints.is_adapter(self.model) else None
+            state = whole_state(self.model, keep=self.args.should_save, wanted=wanted)
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return save_model
+
+
+def _save_sharded(trainer: Any, folder: str) -> None:
+    """A checkpoint whose weights no rank gathers: written once, and linked to where Trainer puts them.
+
+    So `from_pretrained` loads the checkpoint's own folder, and also the one inside it.
+    """
+    saved = checkpoints.save_model(trainer.accelerator, trainer.model, folder, 0, adapter_only=True)
+    checkpoints.saved_ahead[trainer.model] = saved
+    if not trainer.args.should_save:
+        return
+    trainer.model.__dict__["save_pretrained"] = _write_nothing  # `_save` writes what goes beside the weights
+    try:
+        trainer._save(folder, state_dict={})
+    finally:
+        del trainer.model.__dict__["save_pretrained"]
+    for file in sorted(saved.iterdir()):
+        if file.name in _CONFIGS or file.name.startswith("model"):
+            _link(file, Path(folder) / file.name)
+
+
+def _write_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _link(file: Path, target: Path) -> None:
+    """The same bytes under a second name; a copy where the file system has no links."""
+    beside = target.with_name(f".{target.name}.linking")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(file, beside)
+    except OSError:
+        shutil.copyfile(file, beside)
+    beside.replace(target)
+
+
+def _adapter_names(model: nn.Module) -> Any:
+    """Names of what peft may save: the adapters' own values, what trains, and embeddings of a new size."""
+    inner: Any = model
+    adapters = list(inner.peft_config)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    known = {id(m): name for name, m in model.named_modules()}
+    ends = [getattr(inner, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
+    beginnings = tuple(f"{known[id(m)]}." for m in ends if m is not None and id(m) in known)
+
+    def wanted(name: str) -> bool:
+        parts = name.split(".")
+        return name in trainable or name.startswith(beginnings) or any(a in parts for a in adapters)
+
+    return wanted
+
+
+def _get_last_checkpoint(original: Any) -> Any:
+    def get_last_checkpoint(folder: Any) -> Any:
+        """transformers' own goes by the names alone; here a save that was interrupted does not count."""
+        found = original(folder)
+        names = [e.name for e in Path(folder).iterdir() if e.is_dir() and _CHECKPOINT.fullmatch(e.name)]
+        if found is None or not any(_is_ours(Path(folder) / name) for name in names):
+            return found
+        for name in sorted(names, key=lambda n: int(n.rpartition("-")[2]), reverse=True):
+            if _is_complete(Path(folder) / name):
+                return os.path.join(folder, name)
+            warnings.warn(
+                f"{name!r} in {str(folder)!r} is passed over: its save was interrupted", stacklevel=2
+            )
+        return None
+
+    return get_last_checkpoint
+
+
+def _is_ours(folder: Path) -> bool:
+    return any(checkpoints.MODEL_FOLDER in entry.name for entry in folder.iterdir() if entry.is_dir())
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _get_model_param_count(original: Any) -> Any:
+    def get_model_param_count(model: Any, trainable_only: bool = False) -> int:
+        if not is_sharded(model):
+            return int(original(model, trainable_only))
+        return count(model, only_trainable=trainable_only)
+
+    return get_model_param_count

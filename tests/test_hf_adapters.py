@@ -1,0 +1,153 @@
+"""peft adapters and trl's SFTTrainer on our engine: only the adapter trains, and only it is saved."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_runs
+import ranks
+
+ZERO3 = {"fsdp": "full_shard auto_wrap"}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "batch": 4}
+IDS = torch.arange(3, 11)[None]
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str, Any]:
+    from peft import PeftModel, get_peft_model
+    from safetensors import safe_open
+
+    hf_runs.forget()
+    made = hf_runs.trainer(folder, copy.deepcopy(said), get_peft_model(hf_runs.causal_lm(), _lora()))
+    made.train(resume_from_checkpoint=resume)
+    made.save_model(f"{folder}/final")
+    with torch.no_grad():
+        logits = made.model.eval()(input_ids=IDS).logits
+    found = {"steps": hf_runs.steps(made), "logits": logits}
+    if "fsdp" not in said:
+        return found
+    made.accelerator.wait_for_everyone()
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(hf_runs.causal_lm(), f"{folder}/final").eval()
+        found["loaded"] = torch.equal(loaded(input_ids=IDS).logits, logits)
+        with safe_open(f"{folder}/checkpoint-4/pytorch_model_fsdp_0/model.safetensors", "pt") as file:
+            found["names"] = list(file.keys())
+    found["files"] = sorted(os.listdir(f"{folder}/checkpoint-4"))
+    state = made.accelerator.get_state_dict(made.model)
+    base = {
+        name.removeprefix("base_model.model."): value for name, value in state.items() if "lora" not in name
+    }
+    for name, value in hf_runs.causal_lm().state_dict().items() if base else ():
+        assert torch.equal(base.get(name, base.get(name.replace(".weight", ".base_layer.weight"))), value), (
+            name
+        )
+    made.accelerator.wait_for_everyone()
+    return found
+
+
+def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path: Path) -> None:
+    (plain,) = ranks.run(_adapted, 1, str(tmp_path / "one"), SAVING, timeout_s=240)
+    for name, config in {"2": {}, "1": {"version": 1}}.items():
+        said, folder = ZERO3 | {"fsdp_config": config} | SAVING, tmp_path / name
+        for found in ranks.run(_adapted, 2, str(folder), said, timeout_s=240):
+            hf_runs.compare(found["steps"], plain["steps"])
+            assert found["loaded"]
+            assert torch.allclose(found["logits"], plain["logits"], atol=1e-5)
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+            assert not any(file.startswith("model") for file in found["files"])
+            assert len(found["names"]) == 8
+            assert all("lora_" in name for name in found["names"])
+    resumed = ranks.run(_adapted, 2, str(folder), said, str(folder / "checkpoint-2"), timeout_s=240)
+    assert resumed[0]["steps"] == found["steps"]
+    assert torch.equal(resumed[0]["logits"], found["logits"])
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<bos>", "<eos>", *(f"w{n}" for n in range(hf_runs.VOCABULARY - 3))]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def _fine_tuned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PrinterCallback
+    from trl import SFTConfig, SFTTrainer
+
+    hf_runs.forget()
+    count = int(os.environ["WORLD_SIZE"])
+    if count == 1:
+        hf_runs.alone()
+    with_lora = said.pop("lora", False)
+    plain = hf_runs.arguments(folder, count, **said)
+    keys = (
+        "output_dir",
+        "per_device_train_batch_size",
+        "max_steps",
+        "logging_steps",
+        "learning_rate",
+        "use_cpu",
+    )
+    keys += ("adam_epsilon", "save_strategy", "report_to", "disable_tqdm")
+    hf_runs.forget()
+    config = SFTConfig(**{key: getattr(plain, key) for key in keys}, max_length=16, **said)
+    texts = [
+        " ".join(f"w{int(i) % 40}" for i in row["input_ids"][: 3 + n % 6])
+        for n, row in enumerate(hf_runs.samples())
+    ]
+    made = SFTTrainer(
+        model=hf_runs.causal_lm(),
+        args=config,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=_tokenizer(),
+        peft_config=_lora() if with_lora else None,
+    )
+    made.remove_callback(PrinterCallback)
+    made.train()
+    made.save_model(f"{folder}/final")
+    made.accelerator.wait_for_everyone()
+    found: dict[str, Any] = {"steps": hf_runs.steps(made), "files": sorted(os.listdir(f"{folder}/final"))}
+    found["sharded"] = "_fullshard" in made.model.__dict__
+    with torch.no_grad():
+        logits = made.model.eval()(input_ids=IDS).logits
+        if not with_lora:
+            loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/final").eval()
+            found["loaded"] = torch.allclose(loaded(input_ids=IDS).logits, logits, atol=2e-2)
+    return found
+
+
+WIDE = {"bf16": False}  # trl computes in bf16, and recomputes activations, unless told otherwise
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        WIDE | {"lora": True, "gradient_accumulation_steps": 2},
+        pytest.param(WIDE, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+    ids=["adapter", "whole", "bf16"],
+)
+def test_sft_trainer_takes_the_steps_of_one_process(tmp_path: Path, said: dict[str, Any]) -> None:
+    (plain,) = ranks.run(_fine_tuned, 1, str(tmp_path / "one"), dict(said), timeout_s=240)
+    for found in ranks.run(_fine_tuned, 2, str(tmp_path / "two"), ZERO3 | said, timeout_s=240):
+        assert found["sharded"]
+        hf_runs.compare(found["steps"], plain["steps"], 2e-5 if said else 5e-3)
+        assert found.get("loaded", True)
+        assert ("adapter_model.safetensors" in found["files"]) == ("lora" in said)
