@@ -1,0 +1,285 @@
+"""What makes Lightning's data parallel strategy for the Trainer a sharded one.
+
+The base is Lightning's DDPStrategy: ranks, launcher, samplers, reductions and broadcasts are its own, and the
+accelerator may be a CPU. Of its insides only the wrapping of the module is replaced. ModelParallelStrategy
+was tried: it demands `configure_model`, refuses '16-mixed', and brings a mesh for tensor parallelism.
+
+A mixin, because `lightning` and `pytorch_lightning` have a class of their own each: see `__init__` and
+`pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import nn
+
+from fullshard import engine, world
+from fullshard.errors import NotSupported, StateError
+from fullshard.lightning import checkpoints, summary
+from fullshard.lightning.passes import in_one_pass, take_part
+from fullshard.lightning.precisions import engine_precision, is_mixed
+from fullshard.lightning.sharding import (
+    Place,
+    ShardOptions,
+    move,
+    refuse_checkpoint_io,
+    shard_module,
+    split,
+)
+from fullshard.tensors import cast_floats
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_FITTING = "fit"  # trainer.state.fn is an enum of strings
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+
+
+class Metadata(dict[str, Any]):
+    """Lightning's values of a checkpoint. Weights and optimizer state went straight into the shards."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in ("state_dict", "optimizer_states"):
+            raise NotSupported(
+                f"checkpoint[{name!r}] in on_load_checkpoint: it was read straight into the shards",
+                "Change values in on_fit_start instead, inside `with fs.full(self):`.",
+            )
+        if name in checkpoints.UNUSED:
+            raise checkpoints.not_plain(name, "the checkpoint")
+        raise KeyError(name)
+
+
+class TrainerSide(_Base):
+    """Shards the LightningModule, and saves and loads it on all ranks together."""
+
+    def __init__(self, **options: Unpack[ShardOptions]) -> None:
+        self._ours, theirs = split(dict(options), _base_of(type(self)))
+        super().__init__(**theirs)
+        self._plain_file = False  # the checkpoint that was loaded last is one file, not a folder of ours
+        self._together = False  # ranks agree before every evaluation step: their numbers of batches differ
+
+    # ---- setting up
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        self._refuse_unfit(trainer, module)
+        self._tell_world()
+        precision = engine_precision(self.precision_plugin, self._ours.get("precision"))
+        if "_fullshard" not in module.__dict__:
+            self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        shard_module(module, self._ours, precision, Place(self.root_device, self.world_size))
+        if trainer.state.fn == _FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        summary.count_whole(trainer)
+
+    def _refuse_unfit(self, trainer: Any, module: nn.Module) -> None:
+        if self._layer_sync is not None:
+            raise NotSupported(
+                "Trainer(sync_batchnorm=True), which exchanges layers before and after each fit",
+                "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm on your layers yourself.",
+            )
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise NotSupported(
+                f"torch.compile of the whole {type(module).__name__}",
+                "Compile its blocks: call block.compile() on each in on_fit_start.",
+            )
+        refuse_checkpoint_io(self._checkpoint_io)
+        for callback in trainer.callbacks if trainer.state.fn == _FITTING else ():
+            kinds = [c.__name__ for c in type(callback).__mro__]
+            averaging = next((name for name in _AVERAGING if name in kinds), None)
+            if averaging is not None:
+                raise NotSupported(
+                    f"the callback {type(callback).__name__}: it averages whole parameters of a copy that "
+                    "was made before sharding",
+                    "Average the shards in a callback of your own: on each rank, element by element.",
+                )
+
+    def model_to_device(self) -> None:
+        move(self._module, self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """`trainer.init_module(empty_init=True)` builds on meta: memory comes unit by unit, in setup."""
+        on_meta = torch.device("meta") if empty_init else nullcontext()
+        with on_meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    def teardown(self) -> None:
+        # The base would move the module to the host, which shards on a GPU refuse: other ranks need them.
+        kept, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = kept
+            self._tell_world()  # Lightning forgets the number of ranks; the module is still sharded over them
+
+    def _tell_world(self) -> None:
+        world.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().training_step
+        if not self._module.automatic_optimization:
+            return step(*args, **kwargs)  # runs backward and optimizer itself, between passes of its own
+        return self._pass(step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, args, kwargs)
+
+    def _pass(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compute = engine.runtime_of(self._module).options.precision.compute
+        if compute is not None and not is_mixed(self.precision_plugin):
+            args, kwargs = cast_floats(args, compute), cast_floats(kwargs, compute)
+        return in_one_pass(self._module, partial(step, *args, **kwargs))
+
+    def _evaluate(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._together:
+            return self._pass(step, args, kwargs)
+        comm = engine.runtime_of(self._module).comm
+        comm.tell(1)
+        output = self._pass(step, args, kwargs)
+        if self._fetcher().done:
+            while any(comm.tell(0)):
+                take_part(self._module, 1)
+        return output
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._compare_lengths()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._compare_lengths()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._compare_lengths()
+
+    def _compare_lengths(self) -> None:
+        """Ranks with different numbers of batches end all the same; as many on each need no agreement."""
+        length = self._fetcher().length
+        lengths = set(engine.runtime_of(self._module).comm.tell(-1 if length is None else length))
+        self._together = len(lengths) > 1 or -1 in lengths
+
+    def _fetcher(self) -> Any:
+        trainer = self._module.trainer
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        return loop._data_fetcher
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Forward and backward before the step, not from inside it: there our check of gradients comes first.
+
+        An optimizer that asks a second time gets them again.
+        """
+        results = iter((closure(),))
+
+        def ask() -> Any:
+            for result in results:
+                return result
+            return closure()
+
+        return super().optimizer_step(optimizer, ask, model, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with engine.accumulate(self._module):
+            yield
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # values go into shards, so these must be there
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return self._plain_file  # else load_checkpoint did
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Values that know their whole shape; whole ones inside `with fs.full(module, writeback=False):`."""
+        return dict(self._module.state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: state goes from the shards to the files, and a rank's part must not be taken for all."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise NotSupported("storage_options, which are a CheckpointIO's", "Leave them out.")
+        values = dict(checkpoint)
+        self._refuse_changed(values.pop("state_dict", None))
+        with_optimizers = values.pop("optimizer_states", None) is not None
+        checkpoints.save_all(filepath, self._module, self.optimizers if with_optimizers else (), values)
+
+    def _refuse_changed(self, state: Mapping[str, Any] | None) -> None:
+        """on_save_checkpoint may edit what Lightning writes; we write what the shards hold."""
+        if state is None:
+            raise NotSupported("on_save_checkpoint that removes 'state_dict'", "Leave the weights in.")
+        held = self._module.state_dict()
+        odd = sorted(held.keys() ^ state.keys())
+        odd = odd or [n for n, value in state.items() if getattr(value, "shape", None) != held[n].shape]
+        if odd:
+            raise NotSupported(
+                f"on_save_checkpoint that changes checkpoint['state_dict'] ({odd[0]!r} here)",
+                "Save what you want to add under a name of its own, and all weights as they are.",
+            )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self._module
+        if "_fullshard" not in module.__dict__:
+            raise StateError("a checkpoint is loaded before the module is sharded", "Load it by ckpt_path=.")
+        weights_only = self._ours.get("weights_only") if weights_only is None else weights_only
+        optimizers = self.optimizers if module.trainer.state.fn == _FITTING else []
+        talk = checkpoints.talk_of(module, "load")
+        path = Path(talk.from_first(checkpoint_path))
+        self._plain_file = talk.from_first(path.is_file())
+        if self._plain_file:
+            read = partial(super().load_checkpoint, path, weights_only=weights_only)
+            return talk.together(read, "reading a checkpoint")
+        strict, only = bool(module.strict_loading), weights_only
+        return Metadata(checkpoints.load_all(path, module, optimizers, strict=strict, weights_only=only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of a plain file, as on_load_checkpoint left it; our own folder was read by load_checkpoint."""
+        if self._plain_file:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            checkpoints.load_plain(optimizer, saved)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero and not checkpoints.remove(filepath):
+            super().remove_checkpoint(filepath)
+
+
+def _base_of(kind: type) -> type:
+    """Lightning's class behind the mixin."""
+    mro = kind.__mro__
+    return mro[mro.index(TrainerSide) + 1]
