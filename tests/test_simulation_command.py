@@ -166,7 +166,9 @@ def test_wrong_option_is_one_line_with_its_remedy(arguments: tuple[str, ...], sa
 
 
 def test_rank_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "simulate", lambda _, engine, __: Result(engine, None, None, 0))
+    monkeypatch.setattr(
+        "fullshard.cli.simulate.simulate", lambda _, engine, __: Result(engine, None, None, 0)
+    )
     code, out, err = _printed(("simulate", *SMALL, "--engine", "both"))
     assert (code, err) == (1, "")
     assert out.endswith(

@@ -1,6 +1,6 @@
 """python -m fullshard"""
 
-from fullshard.cli import main
+from fullshard.cli.start import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What training a model needs on one rank: `fullshard plan`."""
