@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import io
 import os
-import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,17 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import wire
-from gpt import GPT, Block, GPTConfig, sample_batch, standard_library_bytes
+from fullshard.training.gpt import GPT, Block, GPTConfig
 
 LEARNING_RATE = 1e-4
 BATCH, CONTEXT = 4, 64
+_SHAPE = partial(GPTConfig, context=CONTEXT, vocabulary=256, norm="layer", positions="learned")
 MODELS = {
-    "tiny": GPTConfig(num_layers=6, width=64, context=CONTEXT),
-    "small": GPTConfig(num_layers=4, width=256, context=CONTEXT),
-    "medium": GPTConfig(num_layers=8, num_heads=8, width=512, context=CONTEXT),
+    "tiny": _SHAPE(num_layers=6, width=64),
+    "small": _SHAPE(num_layers=4, width=256),
+    "medium": _SHAPE(num_layers=8, num_heads=8, width=512),
 }
 
 # How far apart two losses may be, relative to their size, after the same steps in these precisions.
@@ -249,9 +248,16 @@ def _trainer(contender: Contender, config: GPTConfig) -> Trainer:
 
 
 def _batches(count: int, config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
-    text = standard_library_bytes(1 << 18)
+    """Random pieces of the standard library's source, and the same pieces one byte later."""
+    source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    text = torch.frombuffer(bytearray(source[: 1 << 18]), dtype=torch.uint8)
     dice = torch.Generator().manual_seed(1 + dist.get_rank())
-    return [sample_batch(text, BATCH, config.context, dice) for _ in range(count)]
+    found = []
+    for _ in range(count):
+        starts = torch.randint(len(text) - config.context - 1, (BATCH,), generator=dice)
+        pieces = torch.stack([text[start : start + config.context + 1] for start in starts.tolist()]).long()
+        found.append((pieces[:, :-1], pieces[:, 1:]))
+    return found
 
 
 def _timed(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[list[float], Tensor]:

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from gpt import GPT, GPTConfig, sample_batch, standard_library_bytes
 
 import fullshard as fs
-from gpt import GPT, GPTConfig, sample_batch, standard_library_bytes
 
 NUM_STEPS = 20
 NUM_MICRO_BATCHES = 4

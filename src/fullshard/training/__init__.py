@@ -1,0 +1,1 @@
+"""Training a causal language model from a config file: `fullshard train CONFIG.yaml`."""

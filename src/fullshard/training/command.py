@@ -1,0 +1,209 @@
+"""`fullshard train CONFIG.yaml`: check everything, start the ranks, wait, and say once what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fullshard import world
+from fullshard.errors import FullshardError, OptionError
+from fullshard.training import models
+from fullshard.training.example import EXAMPLE
+from fullshard.training.folder import RunFolder
+from fullshard.training.preparing import choose_device, prepare
+from fullshard.training.report import write_report
+from fullshard.training.session import Wish, is_told_by_another, run_rank
+from fullshard.training.settings import Settings, check_ranks, load
+
+__all__ = ["EXAMPLE", "RunFailed", "train"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class RunFailed(FullshardError):
+    """What ended a run on its ranks."""
+
+
+def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: bool) -> int:
+    """Train what a config describes; 0 when the run is done or its time limit came, 128 + n after signal n.
+
+    Starts its own ranks, as `torchrun --standalone` does, or is one rank if torchrun has started it. Whatever
+    is wrong is raised as a FullshardError, once, and before ranks are started where that can be known.
+    """
+    if world.launch().rendezvous:
+        if ranks is not None:
+            raise OptionError(
+                f"--ranks {ranks} was given to one of the ranks that torchrun started",
+                "Leave it out; torchrun's --nproc-per-node says how many.",
+            )
+        try:
+            run_rank(Wish(config_path, overrides, quiet))
+        except FullshardError as error:
+            if is_told_by_another(error):
+                return 2
+            raise
+        return 0
+    settings = load(config_path, overrides)
+    count = _count(settings, ranks)
+    check_ranks(settings, count)
+    choose_device(settings, count)
+    prepared = prepare(settings)
+    models.build(settings, prepared.tokenizer.size)
+    folder = RunFolder(settings.output)
+    lock = folder.lock()
+    try:
+        folder.begin(prepared.fixed, settings.as_dict())
+        with tempfile.TemporaryDirectory(prefix="fullshard-train-") as private:
+            (Path(private) / "rows.json").write_text(json.dumps(prepared.rows()))
+            return _Launch(Path(private), count, folder).run(_worker_words(config_path, overrides, quiet))
+    finally:
+        os.close(lock)
+
+
+def _count(settings: Settings, ranks: int | None) -> int:
+    if ranks is not None:
+        if ranks < 1:
+            raise OptionError(f"--ranks is {ranks}", "Give a number of at least 1.")
+        return ranks
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return max(1, gpus if settings.device != "cpu" else 0)
+
+
+def _worker_words(config: Path, overrides: list[str], quiet: bool) -> list[str]:
+    words = [str(config)]
+    for text in overrides:
+        words += ["--set", text]
+    return [*words, "--quiet"] if quiet else words
+
+
+@dataclass
+class _Launch:
+    """Ranks under torchrun's agent, which runs in a thread: so signals are ours, and a stop is not a kill.
+
+    The agent alone would pass a signal on and kill what is not gone after 30 seconds; a large checkpoint
+    takes longer. Instead a file tells the ranks to save and stop. A second signal ends them at once.
+    """
+
+    private: Path
+    ranks: int
+    folder: RunFolder
+    _signals: list[int] = field(default_factory=list)
+    _problem: BaseException | None = None
+
+    def run(self, words: list[str]) -> int:
+        thread = threading.Thread(target=self._agent, args=(words,), name="torchrun", daemon=True)
+        with self._listening():
+            thread.start()
+            while thread.is_alive():
+                thread.join(0.2)
+        outcome = self.private / "outcome.json"
+        if self._problem is None and outcome.is_file():
+            stopped = int(json.loads(outcome.read_text())["stopped"])
+            return 128 + stopped if stopped > 0 else 0
+        if len(self._signals) > 1:
+            self._leave_report("stopped at once, without a checkpoint")
+            return 128 + self._signals[-1]
+        raise self._failure()
+
+    def _agent(self, words: list[str]) -> None:
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank says is told below, once
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # what --standalone means
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        ours = ["--private", str(self.private), "--launcher", str(os.getpid())]
+        try:
+            elastic_launch(config, sys.executable)("-m", "fullshard.training.worker", *words, *ours)
+        except BaseException as error:  # noqa: BLE001  raised in the main thread, or explained there
+            self._problem = error
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # a caller with threads of its own keeps its signals
+            return
+        before: dict[signal.Signals, Callable[..., Any] | int | None] = {
+            number: signal.signal(number, self._on_signal) for number in _SIGNALS
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            for file in self.private.glob("rank-*.pid"):
+                with contextlib.suppress(OSError, ValueError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+            return
+        staging = self.private / "stop.new"
+        staging.write_text(str(number))
+        staging.rename(self.private / "stop")
+        name = signal.Signals(number).name
+        sys.stderr.write(f"\nfullshard: {name}: saves after this step and stops; once more stops at once\n")
+
+    def _failure(self) -> RunFailed:
+        """The one error that explains the others: a rank that waits for a failed one only says so."""
+        errors = {int(f.stem.partition("-")[2]): json.loads(f.read_text()) for f in self._error_files()}
+        chosen = min(errors, key=lambda r: (errors[r]["stalled"], "what" not in errors[r], r), default=None)
+        silent = _ended_without_a_word(self._problem, set(errors))
+        follows = chosen is None or errors[chosen]["stalled"] or "what" not in errors[chosen]
+        if chosen is None or (silent and follows):
+            what = silent or f"the ranks could not be started: {self._problem!r}"
+            remedy = "It may have been out of memory; look at the system's log."
+        elif "what" in errors[chosen]:
+            what, remedy = errors[chosen]["what"], errors[chosen]["remedy"]
+        else:
+            sys.stderr.write(errors[chosen]["traceback"])
+            what = f"rank {chosen} failed: {errors[chosen]['traceback'].strip().splitlines()[-1]}"
+            remedy = "Its traceback is above."
+        self._leave_report(f"failed: {what}")
+        return RunFailed(what, remedy)
+
+    def _error_files(self) -> list[Path]:
+        return list(self.private.glob("error-*.json"))
+
+    def _leave_report(self, status: str) -> None:
+        """What is known of a run that did not write its own report."""
+        with contextlib.suppress(FullshardError, OSError, KeyError):
+            summary = self.folder.read("summary.json")
+            if summary is not None and self.folder.read_metrics():
+                self.folder.write("summary.json", summary | {"status": status})
+                write_report(self.folder)
+
+
+def _ended_without_a_word(problem: BaseException | None, known: set[int]) -> str:
+    """Of the ranks that left no error, the first of which torchrun's agent knows how it ended; or nothing."""
+    failures: dict[int, Any] = getattr(problem, "failures", {})
+    for rank, failure in sorted(failures.items()):
+        code = failure.exitcode
+        if rank in known or code == -signal.SIGTERM:  # the agent's own signal, after another rank's end
+            continue
+        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {rank} {ended} without a word"
+    return ""

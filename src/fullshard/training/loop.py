@@ -1,0 +1,280 @@
+"""One rank's training. Without `fs.shard`, `fs.save` and what ranks tell each other it is one process's.
+
+Every rank works on its part of each global batch; losses and gradients are those of the whole batch, whatever
+the number of ranks: a rank's loss is a sum over its targets, divided by the number of targets of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.checkpoint.background import Saving
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.save import save
+from fullshard.data import Batches
+from fullshard.engine import accumulate, runtime_of, shard
+from fullshard.errors import CheckpointError, GradientError
+from fullshard.training import holdings
+from fullshard.training.folder import RunFolder
+from fullshard.training.models import Subject
+from fullshard.training.optimizing import learning_rate, make_adamw
+from fullshard.training.settings import Settings, micro_batches
+from fullshard.training.stopping import StopRequest
+from fullshard.training.tokens import IGNORED, Sequences
+
+
+class Watcher:
+    """What rank 0 hears of while a run goes on; on other ranks nobody listens."""
+
+    def step(self, line: dict[str, Any], shown: bool) -> None:
+        """A step's figures; `shown`: the newest there are."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """A validation loss."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is given to do."""
+
+    settings: Settings
+    subject: Subject
+    train: Sequences
+    validation: Sequences | None
+    folder: RunFolder
+    device: torch.device
+
+
+@dataclass
+class Pending:
+    """Steps whose figures were not yet told to the other ranks."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+
+class Run:
+    """A sharded model, its optimizer, and where its training stands."""
+
+    def __init__(self, job: Job) -> None:
+        said, self.job = job.settings, job
+        torch.manual_seed(said.seed)
+        self.model = shard(
+            job.subject.model,
+            strategy=said.sharding.strategy,
+            precision=said.sharding.precision,
+            across=said.sharding.across,
+            checkpoint_activations=said.sharding.checkpoint_activations,
+            materialize=job.subject.materialize,
+        )
+        self.comm = runtime_of(self.model).comm
+        self.rank, self.ranks = self.comm.members.index(self.comm.world_rank), self.comm.all_ranks
+        self.optimizer = make_adamw(self.model, said.training, job.device)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        fp16 = said.sharding.precision == "fp16"
+        self._scaler = torch.amp.GradScaler(job.device.type, enabled=fp16)
+        self._batches = Batches(
+            len(job.train), said.training.sequences, seed=said.seed, rank=self.rank, ranks=self.ranks
+        )
+        self._saving: Saving | None = None
+        self._pending = Pending()
+        self._clock_s, self._told_step = 0.0, 0
+        self.saved: Path | None = None
+        self.done = 0  # steps
+        # Every rank drops out other values; a resume puts back what was drawn.
+        torch.manual_seed(said.seed + 1 + self.rank)
+
+    # ---- before and after
+
+    def begin(self) -> Path | None:
+        """Take the newest checkpoint of the run, or the weights to begin with; returns the former."""
+        newest = self.job.folder.newest()
+        if newest is None:
+            if self.job.subject.weights is not None:
+                load(self.job.subject.weights, self.model)
+            return None
+        extra = load(newest, self.model, self.optimizer)
+        if not isinstance(extra.get("step"), int) or "scaler" not in extra:
+            raise CheckpointError(
+                f"{str(newest)!r} was not saved by `fullshard train`", "Name another output, or remove it."
+            )
+        self.done, self.saved = extra["step"], newest
+        self._scaler.load_state_dict(extra["scaler"])
+        return newest
+
+    def save(self, background: bool) -> None:
+        """A checkpoint of the steps that are done. It may go on in the background; the next one waits."""
+        path = self.job.folder.checkpoint(self.done)
+        extra = {"step": self.done, "scaler": self._scaler.state_dict()}
+        keep = self.job.settings.checkpoints.keep_last
+        self._saving = save(
+            path, self.model, self.optimizer, extra=extra, keep_last=keep, background=background
+        )
+        self.saved = path
+
+    def save_last(self) -> None:
+        """At the end of a run, however it ends: what was done is on disk."""
+        if self.saved != self.job.folder.checkpoint(self.done):
+            self.save(background=False)
+        if self._saving is not None:
+            self._saving.wait()
+
+    # ---- steps
+
+    def train(self, watcher: Watcher, stop: StopRequest) -> int:
+        """Go on to the last step; returns what it was stopped by, or 0."""
+        said = self.job.settings
+        self.model.train()
+        if self.done == 0:
+            self._evaluate(watcher)
+        self._clock_s, self._told_step = time.monotonic(), self.done
+        while self.done < said.training.steps:
+            self._step(self.done)
+            self.done += 1
+            last = self.done == said.training.steps
+            evaluates = last or _due(self.done, said.evaluation.every)
+            saves = not last and _due(self.done, said.checkpoints.every)
+            if not (evaluates or saves or _due(self.done, said.logging.every)):
+                continue
+            stopped = self._tell(watcher, stop.asked())
+            if evaluates:
+                self._evaluate(watcher)
+            if stopped:
+                return stopped
+            if saves:
+                self.save(background=True)
+        return 0
+
+    def _step(self, step: int) -> None:
+        said = self.job.settings.training
+        # Cleared at the start, so that the last step's gradients are still there to be weighed.
+        self.optimizer.zero_grad()
+        rate = learning_rate(step, said)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        indices = self._batches.indices(step)
+        num_targets = max(1, self.job.train.count_targets(indices))
+        share = len(indices) // self.ranks
+        mine = indices[self.rank * share : (self.rank + 1) * share]
+        parts = micro_batches(self.job.settings, self.ranks)
+        loss = torch.zeros((), device=self.job.device)
+        for part in range(parts):
+            some = mine[part * share // parts : (part + 1) * share // parts]
+            waits = part < parts - 1
+            with accumulate(self.model) if waits else contextlib.nullcontext():
+                total = self._summed_loss(*self.job.train.batch(some))
+                # Gradients are averaged over ranks; their mean is to be that over the targets of all.
+                self._scaler.scale(total * (self.ranks / num_targets)).backward()  # type: ignore[no-untyped-call]
+            loss += total.detach() / num_targets
+        self._scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if said.clip is None else said.clip)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self._pending.lines.append({"kind": "train", "step": step + 1, "learning_rate": rate})
+        self._pending.losses.append(loss)
+        self._pending.norms.append(norm.detach())
+
+    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        inputs = inputs.to(self.job.device, non_blocking=True)
+        logits = self.job.subject.logits(self.model, inputs)
+        targets = targets.to(self.job.device, non_blocking=True)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    def _tell(self, watcher: Watcher, asked: int) -> int:
+        """Bring the steps' figures together; ranks learn the same, so all stop at the same step."""
+        pending, self._pending = self._pending, Pending()
+        mine = torch.stack(pending.losses).double().tolist()
+        norms = torch.stack(pending.norms).tolist()
+        rows = self.comm.tell_many([asked, holdings.memory_now(self.job.device), *map(_as_bits, mine)])
+        now_s = time.monotonic()
+        said = self.job.settings.training
+        a_step = said.sequences * said.sequence_length
+        rate = (self.done - self._told_step) * a_step / max(now_s - self._clock_s, 1e-9)
+        for index, (line, norm) in enumerate(zip(pending.lines, norms, strict=True)):
+            line["loss"] = sum(_from_bits(int(bits)) for bits in rows[:, 2 + index])
+            line |= {"gradient_norm": norm, "tokens": line["step"] * a_step, "tokens_per_s": rate}
+            line["memory"] = [int(held) for held in rows[:, 1]]
+            self._refuse_not_finite(line)
+            watcher.step(line, shown=index == len(norms) - 1)
+        self._clock_s, self._told_step = time.monotonic(), self.done
+        return next((int(a) for a in rows[:, 0] if a), 0)
+
+    def _refuse_not_finite(self, line: dict[str, Any]) -> None:
+        if math.isfinite(line["loss"]):
+            return
+        saved = (
+            "no checkpoint was saved before" if self.saved is None else f"{str(self.saved)!r} is from before"
+        )
+        raise GradientError(
+            f"the loss of step {line['step']} is {line['loss']}; {saved}",
+            "Take a smaller training.learning_rate or a longer training.warmup_steps, and another output.",
+        )
+
+    # ---- validation
+
+    @torch.no_grad()
+    def _evaluate(self, watcher: Watcher) -> None:
+        """The mean loss over the validation sequences. Ranks make equally many forwards; what is over in the
+        last one are sequences whose targets do not count."""
+        data, said = self.job.validation, self.job.settings
+        if data is None or not said.evaluation.every:
+            return
+        begun_s = time.monotonic()
+        wanted = min(len(data), said.evaluation.sequences)
+        chosen = [index * len(data) // wanted for index in range(wanted)]  # spread over all of them
+        size = said.training.sequences // self.ranks // micro_batches(said, self.ranks)
+        total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
+        self.model.eval()
+        for first in range(0, wanted, size * self.ranks):
+            mine = range(first + self.rank * size, first + (self.rank + 1) * size)
+            inputs, targets = self._padded(data, [chosen[i] for i in mine if i < wanted], size)
+            total += self._summed_loss(inputs, targets).double()
+            count += int((targets != IGNORED).sum())
+        self.model.train()
+        rows = self.comm.tell_many([_as_bits(float(total)), count])
+        mean = sum(_from_bits(int(bits)) for bits in rows[:, 0]) / max(1, int(rows[:, 1].sum()))
+        watcher.evaluated({"kind": "validation", "step": self.done, "loss": mean, "sequences": wanted})
+        self._clock_s += time.monotonic() - begun_s  # training's speed is without it
+
+    def _padded(self, data: Sequences, indices: SequenceOf[int], size: int) -> tuple[Tensor, Tensor]:
+        missing = size - len(indices)
+        inputs, targets = data.batch([*indices, *[0] * missing])
+        if missing:
+            targets[-missing:] = IGNORED
+        return inputs, targets
+
+    # ---- at the end
+
+    def tell_holdings(self) -> tuple[list[dict[str, int]], list[int]]:
+        """What every rank holds at rest, and the most it took."""
+        mine = holdings.at_rest(self.model, self.optimizer)
+        sizes = [mine.parameters, mine.gradients, mine.optimizer_state]
+        rows = self.comm.tell_many([*sizes, holdings.memory_peak(self.job.device)]).tolist()
+        return [holdings.Holdings(*row[:3]).as_dict() for row in rows], [row[3] for row in rows]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _as_bits(value: float) -> int:
+    """Ranks tell each other whole numbers."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _from_bits(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

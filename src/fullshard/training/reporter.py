@@ -1,0 +1,151 @@
+"""Rank 0's account of a run: metrics, progress, summary, report."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fullshard.engine import plan
+from fullshard.training import holdings
+from fullshard.training.display import Display
+from fullshard.training.logs import Logs
+from fullshard.training.loop import Job, Run, Watcher
+from fullshard.training.report import write_report
+from fullshard.version import VERSION
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run came to its end, as all ranks know it."""
+
+    status: str
+    held: list[dict[str, int]]
+    peaks: list[int]
+    sample: str
+    model_saved: bool
+
+
+class Reporter(Watcher):
+    """Hears of every step, shows it and writes it down."""
+
+    def __init__(self, job: Job, run: Run, quiet: bool) -> None:
+        self._job, self._folder = job, job.folder
+        said = job.settings
+        self.display = Display(said.training.steps, quiet)
+        self._logs = Logs(job.folder, said.logging.tensorboard, run.done)
+        self._begun_s = time.time()
+        self._summary = _describe(job, run)
+        earlier = job.folder.read("summary.json") or {}
+        self._summary["seconds_before"] = earlier.get("seconds", 0.0) if run.done else 0.0
+        for name in ("held", "peaks", "sample"):  # of a run that was done already
+            if run.done and name in earlier:
+                self._summary[name] = earlier[name]
+        self._write(f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+
+    def open(self, run: Run, resumed: str | None) -> None:
+        said, subject = self._job.settings, self._job.subject
+        sharding = said.sharding
+        where = "one GPU each" if self._job.device.type == "cuda" else "on the CPU"
+        memory = "allocated on its GPU" if self._job.device.type == "cuda" else "resident in its process"
+        tokens = len(self._job.train) * said.training.sequence_length
+        lines = [
+            f"{subject.name} of {subject.num_parameters:,} parameters, {tokens:,} tokens to train on.",
+            f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {sharding.precision}.",
+            f"Memory is each rank's, {memory}.",
+        ]
+        if run.done >= said.training.steps:
+            lines.append(f"All {run.done} steps were done already.")
+        elif resumed is not None:
+            lines.append(f"Goes on after step {run.done} of {said.training.steps}, from {resumed}.")
+        self.display.say("\n".join(lines))
+        self.display.start(run.done)
+
+    def step(self, line: dict[str, Any], shown: bool) -> None:
+        self._logs.write(line)
+        if shown:
+            self.display.step(line)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self._logs.write(line)
+        self.display.evaluated(line["step"], line["loss"])
+
+    def close(self, ending: Ending, go_on: str) -> None:
+        """Everything that is left to say, on paper and on the screen."""
+        self.display.stop()
+        self._logs.close()
+        if ending.held:
+            self._summary |= {"held": ending.held, "peaks": ending.peaks}
+        if ending.sample:
+            self._summary["sample"] = ending.sample
+        self._write(ending.status)
+        report = write_report(self._folder)
+        self._say_losses()
+        if ending.held:
+            self.display.held(ending.held, self._summary["whole"], ending.peaks)
+        if ending.sample:
+            self.display.sample(ending.sample)
+        self.display.say(f"{ending.status[0].upper()}{ending.status[1:]}.")
+        if ending.model_saved:
+            self.display.say(f"Model: {self._folder.model}")
+        if go_on:
+            self.display.say(go_on)
+        self.display.say(f"Report: {report}")
+
+    def _say_losses(self) -> None:
+        lines = [line for line in self._folder.read_metrics() if line["kind"] == "train"]
+        if lines:
+            first, last = lines[0], lines[-1]
+            self.display.say(
+                f"Loss {first['loss']:.3f} at step {first['step']}, "
+                f"{last['loss']:.3f} at step {last['step']}."
+            )
+
+    def _write(self, status: str) -> None:
+        seconds = self._summary["seconds_before"] + time.time() - self._begun_s
+        self._folder.write("summary.json", self._summary | {"status": status, "seconds": seconds})
+
+
+def _describe(job: Job, run: Run) -> dict[str, Any]:
+    """What is known of a run from its beginning."""
+    planned = plan(run.model)
+    whole = planned.strategy == "replicate"
+    tensors = sum(1 for p in run.model.parameters() if p.requires_grad)
+    return {
+        "model": job.subject.name,
+        "parameters": job.subject.num_parameters,
+        "ranks": run.ranks,
+        "device": job.device.type,
+        "steps": job.settings.training.steps,
+        "strategy": planned.strategy,
+        "units": [
+            {
+                "name": unit.name,
+                "elements": unit.num_elements,
+                "rest": sum(lane.rest_bytes(whole) for lane in unit.lanes),
+                "full": unit.full_bytes,
+                "gathers": unit.gathers,
+            }
+            for unit in planned.units
+        ],
+        "full_at_peak": planned.full_bytes_at_peak,
+        "sent_per_step": planned.wire_bytes_per_step,
+        "whole": holdings.of_one_process(planned, tensors).as_dict(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"fullshard": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
+    for library in ("numpy", "transformers", "tokenizers"):
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.get_device_name()
+    return found

@@ -1,0 +1,159 @@
+"""A rank's part of a run, from its first check to its last line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import destroy_process_group
+
+from fullshard import collectives, world
+from fullshard.agreements import raise_together_first
+from fullshard.checkpoint.commit import is_checkpoint
+from fullshard.checkpoint.export import DTYPES
+from fullshard.checkpoint.save import save
+from fullshard.errors import FullshardError
+from fullshard.training import models
+from fullshard.training.folder import RunFolder
+from fullshard.training.loop import Job, Run, Watcher
+from fullshard.training.preparing import Prepared, choose_device, prepare
+from fullshard.training.reporter import Ending, Reporter
+from fullshard.training.sampling import write_sample
+from fullshard.training.settings import Settings, check_ranks, load
+from fullshard.training.stopping import TIME_IS_UP, StopRequest
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a rank was started with. `rows`: tokens that its launcher made; None: no launcher of ours."""
+
+    config: Path
+    overrides: Sequence[str]
+    quiet: bool
+    rows: Mapping[str, str | None] | None = None
+    note: Path | None = None  # the launcher's word to stop
+
+    def command(self, ranks: int) -> str:
+        """What to type to go on."""
+        words = ["fullshard", "train", str(self.config)]
+        words += [] if self.rows is None else ["--ranks", str(ranks)]
+        for text in self.overrides:
+            words += ["--set", text]
+        return shlex.join(words)
+
+
+def run_rank(wish: Wish) -> int:
+    """Train as one rank of those that torchrun started; returns what stopped it, or 0.
+
+    What is wrong on one rank before training is raised by all, the same.
+    """
+    share_cores()
+    collectives.start()
+    with contextlib.ExitStack() as stack:
+        with _told_once():
+            job, prepared = _together(lambda: _look(wish, stack))
+            run = Run(job)
+            resumed = run.begin()
+        stop = StopRequest(job.settings.training.time_limit_s, wish.note)
+        stack.enter_context(stop.listening())
+        stopped = _train(wish, prepared, run, resumed, stop)
+        destroy_process_group()  # torch may abort a process that ends with its groups open
+        return stopped
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """What fails in here fails on every rank alike, so that one of them may speak for all."""
+    try:
+        yield
+    except FullshardError as error:
+        error.__dict__["told_by_rank_0"] = True
+        raise
+
+
+def is_told_by_another(error: Exception) -> bool:
+    return collectives.own_rank() != 0 and "told_by_rank_0" in error.__dict__
+
+
+def _together(work: Callable[[], tuple[Job, Prepared]]) -> tuple[Job, Prepared]:
+    problem: FullshardError | None = None
+    result = None
+    try:
+        result = work()
+    except FullshardError as error:
+        problem = error
+    raise_together_first(problem, None)
+    assert result is not None
+    return result
+
+
+def share_cores() -> None:
+    """The machine's cores divided between its ranks, unless fewer were asked for already."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // world.launch().local_ranks)))
+
+
+def _look(wish: Wish, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
+    settings = load(wish.config, wish.overrides)
+    check_ranks(settings, collectives.rank_count())
+    device = choose_device(settings, world.launch().local_ranks)
+    prepared = prepare(settings, wish.rows)
+    # A meta model goes to the GPU if there is one: for the CPU of a machine with GPUs it is built there.
+    whole = device if device.type == "cpu" and torch.cuda.is_available() else None
+    torch.manual_seed(settings.seed)
+    subject = models.build(settings, prepared.tokenizer.size, whole)
+    folder = RunFolder(settings.output)
+    if wish.rows is None and collectives.own_rank() == 0:
+        stack.callback(os.close, folder.lock())
+        folder.begin(prepared.fixed, settings.as_dict())
+    train, validation = prepared.sequences(settings)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Job(settings, subject, train, validation, folder, device), prepared
+
+
+def _train(wish: Wish, prepared: Prepared, run: Run, resumed: Path | None, stop: StopRequest) -> int:
+    job, settings = run.job, run.job.settings
+    reporter = Reporter(job, run, wish.quiet) if run.rank == 0 else None
+    if reporter is not None:
+        reporter.open(run, None if resumed is None else str(resumed))
+    stopped, steps = 0, run.done
+    if run.done < settings.training.steps:
+        stopped = run.train(reporter or Watcher(), stop)
+        run.save_last()
+    held, peaks = run.tell_holdings() if run.done > steps else ([], [])
+    sample, finished = "", run.done >= settings.training.steps
+    # Not after a signal: whoever sent it may not wait long.
+    if settings.sample.tokens and run.done > steps and stopped <= 0:
+        sample = write_sample(run.model, job.subject, prepared.tokenizer, settings.sample, job.device)
+    if finished:
+        _save_model(job, run, prepared)
+    if reporter is not None:
+        ending = Ending(_status(run, stopped, settings), held, peaks, sample, finished)
+        reporter.close(ending, "" if finished else f"To go on: {wish.command(run.ranks)}")
+    return 0 if finished else stopped
+
+
+def _status(run: Run, stopped: int, settings: Settings) -> str:
+    if run.done >= settings.training.steps:
+        return f"all {run.done} steps are done"
+    why = "the time limit" if stopped == TIME_IS_UP else signal.Signals(stopped).name
+    return f"stopped by {why} after step {run.done} of {settings.training.steps}; checkpoint {run.saved}"
+
+
+def _save_model(job: Job, run: Run, prepared: Prepared) -> None:
+    """The model alone, to be used: with its tokenizer for from_pretrained, or with the GPT's shape."""
+    folder = job.folder.model
+    if is_checkpoint(folder):
+        return
+    save(folder, run.model, dtype=DTYPES[job.settings.checkpoints.model_dtype])
+    if run.rank == 0:
+        prepared.tokenizer.save(folder)
+        if job.subject.shape is not None:
+            job.subject.shape.write(folder)

@@ -1,0 +1,339 @@
+"""What a run is asked to do: the config file, as frozen dataclasses, and what may not change in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fullshard.errors import OptionError
+from fullshard.extras import need
+from fullshard.training.gpt import GPTConfig
+from fullshard.training.schema import Source, apply_override, build
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The size of a built-in GPT. `context` is the sequence length unless it is given."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 256
+    context: int | None = None
+    vocabulary: int | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["rotary", "learned"] = "rotary"
+
+    def shape(self, sequence_length: int, num_tokens: int) -> GPTConfig:
+        return GPTConfig(
+            num_layers=self.layers,
+            num_heads=self.heads,
+            width=self.width,
+            context=self.context or sequence_length,
+            vocabulary=self.vocabulary or num_tokens,
+            norm=self.norm,
+            positions=self.positions,
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: exactly one of `gpt`, `path` and `config`."""
+
+    gpt: GPTSize | None = None
+    path: Path | None = None
+    config: Path | None = None
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The texts. Files that end in .jsonl hold one JSON object a line; all others are plain text."""
+
+    train: tuple[Path, ...] = field(
+        metadata={"purpose": "the files, globs or folders of the text to train on"}
+    )
+    validation: tuple[Path, ...] = ()
+    validation_fraction: float = 0.05
+    text: str = "text"
+    prompt: str | None = None
+    completion: str | None = None
+    tokenizer: Path | None = None
+    cache: Path | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """The steps, and how far each goes. Sizes of batches are of all ranks together."""
+
+    steps: int = 1000
+    sequence_length: int = 256
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    micro_batch_size: int | None = None
+    learning_rate: float = 3e-4
+    final_learning_rate: float = 0.1
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float | None = 1.0
+    time_limit_s: float | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Of one step, all ranks together."""
+        if self.batch_tokens is not None:
+            return self.batch_tokens // self.sequence_length
+        return 32 if self.batch_size is None else self.batch_size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `fs.shard` is asked for."""
+
+    strategy: Literal["replicate", "zero1", "zero2", "zero3", "hybrid"] = "zero3"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    checkpoint_activations: bool = False
+    across: Literal["replicate", "shard"] = "replicate"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How often, and on how many sequences at most, the validation loss is taken. 0 is never."""
+
+    every: int = 100
+    sequences: int = 256
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How often to save, how many to keep, and the dtype of the final model's files."""
+
+    every: int = 500
+    keep_last: int = 2
+    model_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is written down on the way."""
+
+    every: int = 1
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The text that the trained model writes at the end. 0 tokens is none."""
+
+    prompt: str = "\n"
+    tokens: int = 200
+    temperature: float = 0.7
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole config file."""
+
+    output: Path = field(metadata={"purpose": "the folder that the run writes to"})
+    model: Model = field(metadata={"purpose": "a section with gpt, path or config"})
+    data: Data = field(metadata={"purpose": "a section with train, the files to train on"})
+    training: Training = Training()
+    sharding: Sharding = Sharding()
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    logging: Logging = Logging()
+    sample: Sample = Sample()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for reports and to be compared with another run's."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# What decides which numbers a run goes through. A continuation with another value would be neither the old
+# run nor a new one. Ranks, strategy, micro-batches, device, logging and the like may change at any time.
+# Texts, tokenizer and a model's own config are compared by what is in them (see `preparing`), not by path.
+_FIXED = (
+    "model.gpt",
+    "data.validation_fraction",
+    "training.sequence_length",
+    "training.sequences",
+    "training.learning_rate",
+    "training.final_learning_rate",
+    "training.warmup_steps",
+    "training.schedule",
+    "training.weight_decay",
+    "training.betas",
+    "training.eps",
+    "training.clip",
+    "sharding.precision",
+    "seed",
+)
+
+
+def fixed_values(settings: Settings) -> dict[str, Any]:
+    """By key, what must be the same when a run goes on."""
+    found: dict[str, Any] = {}
+    for key in _FIXED:
+        value: Any = settings
+        for name in key.split("."):
+            value = getattr(value, name)
+        found["training.batch_size" if key == "training.sequences" else key] = _plain(
+            dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        )
+    if settings.training.schedule != "constant":
+        found["training.steps"] = settings.training.steps
+    return found
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read a config file, put `--set` values over it, and check every value."""
+    said = _read(path)
+    for text in overrides:
+        apply_override(said, text, _parse_yaml)
+    settings = build(Settings, said, Source(str(path), path.resolve().parent))
+    _check(settings, str(path))
+    return settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OptionError(f"there is no config file {str(path)!r}", "Check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read the config {str(path)!r}: {error}", "Give a YAML file.") from error
+    said = _parse_yaml(text, str(path))
+    if not isinstance(said, dict):
+        kind = "is empty" if said is None else f"holds a {type(said).__name__}"
+        raise OptionError(f"{path} {kind}", "A config is a mapping; `fullshard train --example` prints one.")
+    return said
+
+
+def uses_bytes(settings: Settings) -> bool:
+    """Whether the tokens are bytes: as `data.tokenizer: bytes` says, or where nothing brings a tokenizer."""
+    said = settings.data.tokenizer
+    if said is None:
+        return settings.model.path is None
+    return said.name == "bytes" and not said.exists()
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    yaml = need("yaml", "cli")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise OptionError(f"{name}{where} is not YAML: {problem}", "Mend it there.") from None
+
+
+def _check(settings: Settings, file: str) -> None:
+    """What a type alone does not say."""
+    model, data, training = settings.model, settings.data, settings.training
+    kinds = [name for name in ("gpt", "path", "config") if getattr(model, name) is not None]
+    if len(kinds) != 1:
+        found = " and ".join(f"'model.{kind}'" for kind in kinds) or "no model"
+        raise OptionError(
+            f"{file} names {found}",
+            "Give one of model.gpt (a built-in GPT), model.path (a Hugging Face folder) and model.config.",
+        )
+    if model.weights is not None and model.path is not None:
+        raise OptionError(
+            f"{file} gives both 'model.path' and 'model.weights'", "The folder of model.path has the weights."
+        )
+    if not data.train:
+        raise OptionError(f"'data.train' in {file} is empty", "Name files, globs or folders.")
+    if (data.prompt is None) != (data.completion is None):
+        raise OptionError(
+            f"{file} gives one of 'data.prompt' and 'data.completion'", "Give both fields, or neither."
+        )
+    if training.batch_size is not None and training.batch_tokens is not None:
+        raise OptionError(f"{file} gives 'training.batch_size' and 'training.batch_tokens'", "Give one.")
+    _check_numbers(settings, file)
+
+
+def _check_numbers(settings: Settings, file: str) -> None:
+    training = settings.training
+    positive: dict[str, float | None] = {
+        "training.steps": training.steps,
+        "training.sequence_length": training.sequence_length,
+        "training.batch_size": training.batch_size,
+        "training.batch_tokens": training.batch_tokens,
+        "training.micro_batch_size": training.micro_batch_size,
+        "training.learning_rate": training.learning_rate,
+        "training.eps": training.eps,
+        "training.clip": training.clip,
+        "training.time_limit_s": training.time_limit_s,
+        "checkpoints.every": settings.checkpoints.every,
+        "checkpoints.keep_last": settings.checkpoints.keep_last,
+        "logging.every": settings.logging.every,
+        "evaluation.sequences": settings.evaluation.sequences,
+        "sample.temperature": settings.sample.temperature,
+    }
+    for key, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise OptionError(f"{key!r} in {file} is {value!r}", "Give a number above 0.")
+    not_negative: dict[str, float] = {
+        "training.warmup_steps": training.warmup_steps,
+        "training.weight_decay": training.weight_decay,
+        "evaluation.every": settings.evaluation.every,
+        "sample.tokens": settings.sample.tokens,
+        "seed": settings.seed,
+    }
+    for key, value in not_negative.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise OptionError(f"{key!r} in {file} is {value!r}", "Give a number of at least 0.")
+    for key, value in (
+        ("data.validation_fraction", settings.data.validation_fraction),
+        ("training.final_learning_rate", training.final_learning_rate),
+    ):
+        if not 0 <= value <= 1:
+            raise OptionError(f"{key!r} in {file} is {value!r}", "Give a part of one, from 0 to 1.")
+    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
+        raise OptionError(f"'training.betas' in {file} is {list(training.betas)}", "Give two, from 0 to 1.")
+    if training.batch_tokens is not None and training.batch_tokens % training.sequence_length:
+        raise OptionError(
+            f"'training.batch_tokens' in {file} is {training.batch_tokens}, which is no whole number of "
+            f"sequences of {training.sequence_length}",
+            "Give a multiple of training.sequence_length.",
+        )
+
+
+def check_ranks(settings: Settings, ranks: int) -> None:
+    """What depends on the number of ranks."""
+    sequences, micro = settings.training.sequences, settings.training.micro_batch_size
+    if sequences % ranks:
+        raise OptionError(
+            f"'training.batch_size' is {sequences} sequences, which {ranks} ranks cannot share equally",
+            "Give a multiple of the ranks, or another number of ranks.",
+        )
+    share = sequences // ranks
+    if micro is not None and micro < share and share % micro:
+        raise OptionError(
+            f"'training.micro_batch_size' is {micro}, and each of {ranks} ranks has {share} sequences a step",
+            "Give a number that divides them.",
+        )
+
+
+def micro_batches(settings: Settings, ranks: int) -> int:
+    """Forwards and backwards of a rank in one step."""
+    share = settings.training.sequences // ranks
+    return share // min(settings.training.micro_batch_size or share, share)

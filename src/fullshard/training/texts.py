@@ -1,0 +1,110 @@
+"""Which files hold the text, and the documents in them."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.errors import OptionError
+
+SUFFIXES = (".txt", ".md", ".jsonl")  # of a folder; other files are named, or found by a glob
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a JSON object that hold its text: one, or a prompt that is given and its completion."""
+
+    text: str
+    prompt: str | None
+    completion: str | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text, whether it is to be learned, and whether its document ends here."""
+
+    text: bytes
+    learned: bool
+    ends: bool
+
+
+def find_files(named: Sequence[Path], key: str) -> list[Path]:
+    """The files that `data.train` or `data.validation` names, each once, in the order of their names."""
+    found: dict[Path, None] = {}
+    for path in named:
+        files = _files_of(path)
+        if not files:
+            raise OptionError(f"{key!r}: {_nothing_at(path)}", "Name files, globs or folders that are there.")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    if path.is_file():
+        return [path]
+    return sorted(p for match in glob.glob(str(path), recursive=True) if (p := Path(match)).is_file())
+
+
+def _nothing_at(path: Path) -> str:
+    if path.is_dir():
+        return f"the folder {str(path)!r} holds no {', '.join(SUFFIXES)} file"
+    if glob.has_magic(str(path)):
+        return f"no file matches {str(path)!r}"
+    return f"there is no {str(path)!r}"
+
+
+def pieces(file: Path, fields: Fields) -> Iterator[Piece]:
+    """The text of one file in pieces of bounded size; a plain file is one document."""
+    try:
+        yield from _lines_of_json(file, fields) if file.suffix == ".jsonl" else _plain(file)
+    except OSError as error:
+        raise OptionError(f"cannot read {str(file)!r}: {error.strerror or error}", "Check it.") from error
+
+
+def _plain(file: Path) -> Iterator[Piece]:
+    """Cut at ends of lines, where a tokenizer would hardly join anything."""
+    with file.open("rb") as source:
+        waiting = b""
+        while block := source.read(PIECE_BYTES):
+            waiting += block
+            cut = waiting.rfind(b"\n") + 1
+            if cut:
+                yield Piece(waiting[:cut], learned=True, ends=False)
+                waiting = waiting[cut:]
+        yield Piece(waiting, learned=True, ends=True)
+
+
+def _lines_of_json(file: Path, fields: Fields) -> Iterator[Piece]:
+    with file.open("rb") as source:
+        for number, line in enumerate(source, 1):
+            if not line.strip():
+                continue
+            where = f"{str(file)!r}, line {number}"
+            try:
+                said = json.loads(line)
+            except ValueError as error:
+                raise OptionError(
+                    f"{where} is not JSON: {error}", "A .jsonl file has one object a line."
+                ) from None
+            if fields.prompt is None or fields.completion is None:
+                yield Piece(_field(said, fields.text, where, "data.text"), learned=True, ends=True)
+            else:
+                yield Piece(_field(said, fields.prompt, where, "data.prompt"), learned=False, ends=False)
+                yield Piece(
+                    _field(said, fields.completion, where, "data.completion"), learned=True, ends=True
+                )
+
+
+def _field(said: object, name: str, where: str, key: str) -> bytes:
+    if not isinstance(said, dict) or not isinstance(said.get(name), str):
+        has = f"fields {', '.join(map(repr, said))}" if isinstance(said, dict) else f"a {type(said).__name__}"
+        raise OptionError(
+            f"{where} has no text in the field {name!r}; it has {has}", f"Name the field with {key!r}."
+        )
+    return str(said[name]).encode("utf-8", errors="surrogatepass")
