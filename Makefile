@@ -14,7 +14,7 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-long lint format types bench-host bench-cpu bench-gpu bench-link \
+.PHONY: help env demo test test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
 	bench-checkpoint clean
 
 help: ## List the targets
@@ -57,6 +57,9 @@ format: env ## Sort imports, fix what can be fixed, format
 types: env ## Type check the package, strictly
 	$(BIN)/mypy
 
+docs: env ## Build the documentation as a site, into site/
+	$(BIN)/mkdocs build --quiet
+
 bench-host: env ## Host time per unit and step, fullshard and FSDP2 side by side
 	$(BIN)/python bench/host_time.py
 
@@ -73,5 +76,5 @@ bench-checkpoint: env ## Saving and loading, fullshard beside torch.distributed.
 	$(BIN)/python bench/checkpoint.py $(if $(RANKS),--ranks $(RANKS))
 
 clean: ## Remove builds, caches and outputs (the environment stays; remove .venv yourself)
-	rm -rf build dist demo-output bench-output .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist site demo-output bench-output .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""Every code block of README and docs does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import documents
+import ranks
+from documents import Block, Page
+
+PAGES = documents.pages()
+PROJECT = tomllib.loads((documents.ROOT / "pyproject.toml").read_text())["project"]
+SHELL_TIMEOUT_S = 240
+
+
+def _run_page(page: Page, folder: str) -> None:
+    """The whole page on every rank; files and shell blocks are the first rank's, and the others wait."""
+    rank, environment = int(os.environ["RANK"]), _without_ranks(os.environ)
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": page.name}
+    for number, block in enumerate(block for block in page.blocks if block.kind != "text"):
+        if block.kind == "python" and block.title is None:
+            exec(compile("\n" * (block.line - 1) + block.code, page.name, "exec"), names)
+            continue
+        done = Path(f".done-{number}")
+        if rank == 0:
+            if block.title is not None:
+                Path(block.title).write_text(block.code)
+            elif block.kind == "bash":
+                _run_shell(page, block, environment)
+            done.touch()
+        while not done.exists():
+            time.sleep(0.02)
+
+
+def _without_ranks(environment: Any) -> dict[str, str]:
+    ours = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+    said = {name: value for name, value in environment.items() if name not in ours}
+    path = f"{Path(sys.executable).parent}:{said['PATH']}"
+    return {**said, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
+
+
+def _run_shell(page: Page, block: Block, environment: dict[str, str]) -> None:
+    where, commands = f"{page.name}:{block.line}", documents.lines_of(block.instead or block.code)
+    if block.instead is not None:
+        missing = documents.options_of(block.code) - documents.options_of(block.instead)
+        assert not missing, f"{where} is tried without {missing}"
+        assert commands[0].split()[:2] == documents.lines_of(block.code)[0].split()[:2]
+    tried = [command for command in commands if not _checked_otherwise(command)]
+    command = ["bash", "-euo", "pipefail", "-c", "\n".join(tried)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SHELL_TIMEOUT_S)
+    assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _checked_otherwise(command: str) -> bool:
+    """`make` and `pip install` work on this very environment: what they name must be there."""
+    if command.startswith("make "):
+        targets = [word for word in command.split()[1:] if "=" not in word]
+        dry = ["make", "-n", "-C", str(documents.ROOT), *targets]
+        assert subprocess.run(dry, capture_output=True, timeout=60).returncode == 0, command
+        return True
+    if re.match(r"(python -m )?pip install ", command):
+        for extras in re.findall(r"\[([\w,]+)\]", command):
+            unknown = set(extras.split(",")) - set(PROJECT["optional-dependencies"])
+            assert not unknown, f"{command} names {unknown}"
+        return True
+    return command.startswith(("cd ", "git clone "))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_code_blocks_of_a_page_run(page: Page, tmp_path: Path) -> None:
+    ranks.run(_run_page, page.ranks, page, str(tmp_path), timeout_s=SHELL_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_code_blocks_of_a_page_say_what_they_are(page: Page) -> None:
+    unknown = {f"line {b.line}: {b.kind!r}" for b in page.blocks if b.kind not in documents.KINDS}
+    assert not unknown, unknown
+
+
+def test_a_broken_block_is_found(tmp_path: Path) -> None:
+    broken = tmp_path / "page.md"
+    broken.write_text("<!-- ranks 1 -->\n\n```python\nassert 1 + 1 == 3\n```\n")
+    page = documents.read(broken)
+    with pytest.raises(ranks.RankFailure, match=r"page\.md.*line 4"):
+        ranks.run(_run_page, 1, page, str(tmp_path))
+
+
+def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
