@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -19,3 +21,11 @@ torch.set_num_threads(1)
 from fullshard import options, units  # noqa: E402 - found by way of the path above
 
 units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left_behind() -> Iterator[None]:
+    """A test that shards in this very process would leave the next one a world of one."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -39,7 +39,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     undo: list[Callable[[], None]] = []
     try:
         if options.initial == "verify":
-            _verify(units, comm)
+            _verify(model, units, comm)
         live = []
         for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
             _fill(unit, materializer, comm)
@@ -94,10 +94,12 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
     comm.raise_together(problem)
 
 
-def _verify(units: Sequence[Unit], comm: Comm) -> None:
+def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     """On request: ranks must have built equal values, where they hold the same part of a parameter."""
     digests: dict[tuple[str, Any], str] = {}
-    for member in (m for unit in units for m in unit.members if not m.parameter.is_meta):
+    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    members = [m for unit in units for m in unit.members if not m.parameter.is_meta]
+    for member in sorted(members, key=lambda m: order[m.name]):  # the first that differs, as people count
         raw = as_bytes(tensor_parallel.local_of(member.parameter).detach().cpu().contiguous())
         part = None if member.region is None else member.region.offsets
         digests[member.name, part] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
