@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?=
 PYTEST_ARGS ?=
-# Two at a time: a test of two ranks waits more than it computes. 11 minutes instead of 15 where it was tried.
-WORKERS ?= 2
+# Three files at a time: tests of several ranks wait more than they compute, and a file shares what it has computed.
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -15,7 +15,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
-	bench-checkpoint clean
+	bench-checkpoint bench-plan clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RA
 	$(BIN)/python examples/demo.py $(if $(RANKS),--ranks $(RANKS))
 
 test: env lint types ## Lint, type check and test: what the CI runs
-	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
@@ -71,6 +71,9 @@ bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 an
 
 bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py
+
+bench-plan: env ## What fullshard plan predicts beside what CUDA allocates; needs a GPU
+	$(BIN)/python bench/plan_check.py
 
 bench-checkpoint: env ## Saving and loading, fullshard beside torch.distributed.checkpoint and torch.save
 	$(BIN)/python bench/checkpoint.py $(if $(RANKS),--ranks $(RANKS))
