@@ -235,6 +235,22 @@ def test_torchrun_reads_what_is_given_to_it_as_the_user_meant_it() -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "theirs", [["--", "a"], ["--n", "3", "--"], ["--", "--", "-m"], ["--dry-run", "--mod"]]
+)
+@pytest.mark.parametrize(
+    "ours", [[], ["--nproc-per-node", "2", "--"], ["--tee", "3", "--standalone"], ["-r3"]]
+)
+def test_what_comes_after_the_script_is_the_scripts(ours: list[str], theirs: list[str]) -> None:
+    launching, only_show = launch.parse([*ours, "script.py", *theirs])
+    assert launching.script == ("script.py", *theirs)
+    assert not only_show
+    args = launch._torchruns(launching.words)
+    assert args.training_script == "fullshard.launched"
+    assert args.training_script_args == ["script.py", *theirs]
+
+
+@pytest.mark.usefixtures("here")
 def test_torchruns_variables_count_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "6")
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "host:1")
@@ -273,6 +289,9 @@ def test_variable_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> No
         (["--nproc-per-nod", "2", "--max-restart", "1"], "training_script"),
         (["--nproc-per-mode=2", "script.py"], "Did you mean --nproc-per-node?"),
         (["--max-restarts", "many", "script.py"], "--max-restarts"),
+        (["--nproc-per-node", "0", "script.py"], "--nproc-per-node is 0"),
+        (["--nproc", "2", "script.py"], "Did you mean --nproc-per-node?"),
+        (["--"], "training_script"),
     ],
 )
 def test_wrong_request_starts_nothing(said: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

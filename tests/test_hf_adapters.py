@@ -73,6 +73,75 @@ def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path
     assert torch.equal(resumed[0]["logits"], found["logits"])
 
 
+def _prompted(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+    from peft import PromptTuningConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    hf_runs.forget()
+    model = hf_runs.causal_lm()
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    made = hf_runs.trainer(folder, copy.deepcopy(said), get_peft_model(model, adapter))
+    made.train()
+    made.save_model(f"{folder}/final")
+    made.accelerator.wait_for_everyone()
+    files = [
+        f"{folder}/{name}/adapter_model.safetensors" for name in ("checkpoint-2", "checkpoint-4", "final")
+    ]
+    return {"steps": hf_runs.steps(made), "prompts": [load_file(f)["prompt_embeddings"] for f in files]}
+
+
+def test_prompt_that_one_rank_computes_while_it_saves_is_the_one_of_one_process(tmp_path: Path) -> None:
+    (plain,) = ranks.run(_prompted, 1, str(tmp_path / "one"), SAVING, timeout_s=240)
+    for found in ranks.run(_prompted, 2, str(tmp_path / "two"), ZERO3 | SAVING, timeout_s=240):
+        hf_runs.compare(found["steps"], plain["steps"])
+        for mine, theirs in zip(found["prompts"], plain["prompts"], strict=True):
+            assert mine.shape == (3, 16)
+            assert torch.allclose(mine, theirs, atol=1e-5)
+        assert torch.equal(found["prompts"][1], found["prompts"][2])
+
+
+def _against_its_base(fsdp: bool, checkpointing: bool) -> list[tuple[float, float]]:
+    """As trl's preference losses do: the adapter is off for a pass between a forward and its backward."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from peft import get_peft_model
+
+    hf_runs.forget()
+    count = int(os.environ["WORLD_SIZE"])
+    if not fsdp:
+        hf_runs.alone()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = get_peft_model(hf_runs.causal_lm(), _lora())
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1, eps=1e-4)
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in hf_runs.samples()]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4 // count)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    found = []
+    for batch in loader:
+        loss = model(**batch).loss
+        with torch.no_grad(), model.disable_adapter():
+            base = model(**batch).loss
+        loss = loss - base
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(accelerator.reduce(loss.detach(), "mean")), float(norm)))
+    return found
+
+
+def test_adapter_that_is_off_between_a_forward_and_its_backward_trains_as_in_one_process() -> None:
+    (plain,) = ranks.run(_against_its_base, 1, False, False, timeout_s=240)
+    assert all(norm > 1e-2 for _, norm in plain), "nothing trains, so nothing is compared"
+    for checkpointing in (False, True):
+        for found in ranks.run(_against_its_base, 2, True, checkpointing, timeout_s=240):
+            hf_runs.compare(found, plain, 1e-4)
+
+
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

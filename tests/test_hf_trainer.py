@@ -166,6 +166,7 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
         assert found["offload"].startswith("NotSupported")
         assert "offload" in found["offload"]
         assert found["full evaluation"].startswith("NotSupported")
+        assert "bf16_full_eval" in found["full evaluation"]
 
 
 def _smaller_batch(folder: str) -> dict[str, Any]:

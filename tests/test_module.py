@@ -81,7 +81,6 @@ def _state_values() -> dict[str, Any]:
         "comparison": refusal(lambda: torch.equal(value, value)),
         "numpy": refusal(value.numpy),
         "tolist": refusal(value.tolist),
-        "data_ptr": refusal(value.data_ptr),
         "storage": refusal(value.untyped_storage),
     }
     kept = copy.deepcopy(state)

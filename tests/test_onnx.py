@@ -203,16 +203,18 @@ def _refuse(folder: str) -> list[str]:
         "nothing": {"architectures": None},
         "images": {"architectures": ["ViTForImageClassification"]},
         "larger": {"n_embd": 64},
+        "another": {"n_embd": 64},
     }.items():
         (here / name).mkdir()
         for path in (here / "saved").iterdir():
             (here / name / path.name).write_bytes(path.read_bytes())
         (here / name / "config.json").write_text(json.dumps({**config, **changes}))
+    (here / "another" / "fullshard.json").unlink()  # so that nothing says what config.json must be
     (here / "bare").mkdir()
     for path in (here / "saved").iterdir():
         if path.name != "config.json":
             (here / "bare" / path.name).write_bytes(path.read_bytes())
-    for name in ("unknown", "nothing", "images", "larger", "bare", "missing", "."):
+    for name in ("unknown", "nothing", "images", "larger", "another", "bare", "missing", "."):
         refused(name)
     (here / "there.onnx").write_text("mine")
     refused("saved", "there.onnx")
@@ -224,18 +226,19 @@ def _refuse(folder: str) -> list[str]:
 def test_a_checkpoint_that_cannot_be_exported_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
     ranks.run(_save, 2, "gpt2", str(tmp_path / "saved"), timeout_s=200)
     [found] = ranks.run(_refuse, 1, str(tmp_path), timeout_s=200)
-    unknown, nothing, images, larger, bare, missing, root, there, nowhere = found
+    unknown, nothing, images, larger, another, bare, missing, root, there, nowhere = found
     assert "NotSupported" in unknown
     assert "BrandNewForCausalLM" in unknown
     assert "None" in nothing
     assert "pixel_values" in images
-    assert "CheckpointError" in larger
+    assert larger.startswith("Damaged: ")  # exit code 1
+    assert another.startswith("CheckpointError: ")
     assert "no config.json" in bare
     assert "there is no" in missing
     assert "holds checkpoints" in root
     assert "exists; it was left as it is" in there
     assert "there is no folder" in nowhere
-    left = {"saved", "unknown", "nothing", "images", "larger", "bare", "there.onnx"}
+    left = {"saved", "unknown", "nothing", "images", "larger", "another", "bare", "there.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 

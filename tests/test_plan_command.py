@@ -239,6 +239,20 @@ def test_kind_that_is_not_built_here_is_built_by_transformers(tmp_path: Path) ->
     assert found["strategies"]["zero3"]["activation_bytes"] > 2 * 32 * 64 * 4
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"])
+def test_config_that_leaves_out_heads_has_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    said = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 16, "intermediate_size": 96}
+    if kind in ("qwen2", "qwen3", "gemma"):
+        said["num_attention_heads"] = 32  # a multiple of the key heads that these have by themselves
+    said["vocab_size"] = 128
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **said}))
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **said))
+    assert asked(str(tmp_path), "--ranks", "2", "--sequence", "8")[1]["parameters"] == count(theirs)
+
+
 def test_decoder_saves_what_transformers_saves(tmp_path: Path) -> None:
     """The same shape, followed through our decoder and through transformers' own model."""
     from transformers import AutoConfig
@@ -307,6 +321,8 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
         (("{own}:nothing",), "cannot be loaded"),
         (("gpt2", "--memory", "lots"), "24GiB"),
         (("gpt2", "--memory", "0GiB"), "24GiB"),
+        (("gpt2", "--memory", "24"), "24 bytes of memory"),
+        (("{own}:__name__",), "Name a function"),
         (("gpt2", "--ranks", "0"), "at least 1"),
         (("gpt2", "--strategy", "zero4"), "zero3"),
         (("gpt2", "--strategy", "hybrid"), "--node-ranks"),
@@ -338,6 +354,11 @@ def test_list_shows_every_size_with_its_parameters() -> None:
     rows = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
     assert code == 0
     assert rows == {name: f"{parameters:,}" for name, parameters in PUBLISHED.items()}
+
+
+def test_list_as_json_has_the_parameters_of_every_size() -> None:
+    code, out, _ = main("--list", "--json")
+    assert (code, json.loads(out)) == (0, PUBLISHED)
 
 
 def test_planning_leaves_torchs_functions_as_they_were() -> None:

@@ -6,11 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import fullshard as fs
+from fullshard import extras
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fullshard"
@@ -108,3 +110,12 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").
 def test_relative_links_of_a_document_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_extras_install_the_versions_that_doors_were_tried_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [entry for entries in project["optional-dependencies"].values() for entry in entries]
+    for library, versions in extras.TRIED.items():
+        named = [entry for entry in wanted if re.match(rf"{library}\b(?!-)", entry) and "==" in entry]
+        if library != "pytorch-lightning":  # comes with lightning
+            assert [entry.partition("==")[2].removesuffix(".*") for entry in named] == list(versions), library

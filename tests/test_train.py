@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fullshard as fs
 import ranks
 import reference
 import training_runs as runs
-from fullshard.errors import OptionError
+from fullshard.errors import GradientError, OptionError
 from fullshard.training import command
 from fullshard.training.gpt import GPT, GPTConfig, initialise
+from fullshard.training.loop import Run
 from training_runs import BATCH, LENGTH, STEPS
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -140,7 +143,11 @@ def test_losses_do_not_depend_on_ranks_strategy_or_micro_batches(
 def test_run_that_is_done_is_not_done_again(gpt_run: Path) -> None:
     before = (gpt_run / "run" / "metrics.jsonl").read_bytes()
     model = (gpt_run / "run" / "model" / "model.safetensors").stat().st_mtime_ns
-    ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), [], timeout_s=120)
+    ranks.run(runs.train, 1, str(gpt_run / "config.yaml"), [], timeout_s=120)
+    summary = json.loads((gpt_run / "run" / "summary.json").read_text())
+    assert (summary["ranks"], len(summary["held"])) == (2, 2), (
+        "one rank that did nothing is none of the run's"
+    )
     assert (gpt_run / "run" / "metrics.jsonl").read_bytes() == before
     assert (gpt_run / "run" / "model" / "model.safetensors").stat().st_mtime_ns == model
 
@@ -228,6 +235,63 @@ def _refused(config: str, overrides: list[str]) -> str:
         return f"exit code {runs.train(config, overrides)}"
     except FullshardError as error:
         return f"{type(error).__name__}: {error.what}"
+
+
+def test_run_that_goes_on_with_more_steps_leaves_the_model_of_its_last_step(gpt_run: Path) -> None:
+    config, run = str(gpt_run / "config.yaml"), gpt_run / "longer"
+    changes = [f"output={run}", "training.schedule=constant", "logging.tensorboard=false"]
+    for steps in (2, 4):
+        ranks.run(runs.train, 2, config, [*changes, f"training.steps={steps}"], timeout_s=120)
+        model, checkpoint = (
+            load_file(run / name / "model.safetensors") for name in ("model", f"checkpoints/step-{steps:06}")
+        )
+        assert model.keys() == checkpoint.keys()
+        assert all(torch.equal(model[name], checkpoint[name]) for name in model)
+    (run / "model" / "gpt.json").unlink()  # as a run leaves it that is killed in between
+    ranks.run(runs.train, 2, config, [*changes, "training.steps=4"], timeout_s=120)
+    assert GPTConfig.read(run / "model").num_layers == 2
+
+
+def test_validation_without_a_target_has_no_loss(gpt_run: Path) -> None:
+    pairs = [{"question": "what " * 40, "answer": "this"}]
+    for name in ("asked.jsonl", "held-out.jsonl"):
+        (gpt_run / name).write_text("\n".join(json.dumps(pair) for pair in pairs))
+    changes = [f"output={gpt_run / 'asked'}", f"data.train={gpt_run / 'asked.jsonl'}", "training.steps=1"]
+    changes += [f"data.validation={gpt_run / 'held-out.jsonl'}", "evaluation.sequences=1"]
+    changes += ["data.prompt=question", "data.completion=answer"]
+    ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
+    assert len(runs.losses(gpt_run / "asked")) == 1
+    assert runs.losses(gpt_run / "asked", "validation") == []
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _train_overflowing(config: str, overrides: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**60))
+        runs.train(config, overrides)
+
+
+def test_metrics_are_json_where_a_norm_is_infinite(gpt_run: Path) -> None:
+    changes = [f"output={gpt_run / 'half'}", "sharding.precision=fp16", "training.steps=2"]
+    ranks.run(_train_overflowing, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
+    text = (gpt_run / "half" / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=_no_number) for line in text.splitlines()]
+    assert [line["gradient_norm"] for line in lines if line["kind"] == "train"] == [None, None]
+
+
+def test_gradients_that_are_not_finite_end_a_run_before_they_are_saved() -> None:
+    run = object.__new__(Run)
+    run.saved, run._scaler = None, torch.amp.GradScaler("cpu", enabled=False)
+    run._refuse_not_finite({"step": 3, "loss": 1.0, "gradient_norm": 2.0})
+    with pytest.raises(GradientError, match="the gradient norm of step 3 is not finite"):
+        run._refuse_not_finite({"step": 3, "loss": 1.0, "gradient_norm": None})
+    with pytest.raises(GradientError, match="the loss of step 3 is nan"):
+        run._refuse_not_finite({"step": 3, "loss": math.nan, "gradient_norm": 2.0})
+    run._scaler = torch.amp.GradScaler("cpu", enabled=True)  # which leaves such a step out
+    run._refuse_not_finite({"step": 3, "loss": 1.0, "gradient_norm": None})
 
 
 def test_run_cannot_go_on_with_what_would_make_it_another_run(gpt_run: Path) -> None:

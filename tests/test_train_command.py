@@ -200,6 +200,29 @@ def test_error_that_is_shown_is_the_one_that_explains_the_others(
     assert capsys.readouterr().err.count("Traceback") == 1
 
 
+SAYING = """\
+from fullshard.training.display import Display
+display = Display(3, quiet=False)
+display.sample("caf\\u00e9 \\u65e5\\u672c")
+for _ in range(20000):
+    display.say("a line")
+open({done!r}, "w").close()
+"""
+
+
+def test_reader_who_leaves_and_letters_that_a_terminal_lacks_do_not_end_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAYING.format(done=str(tmp_path / "done"))]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        head = [process.stdout.readline() for _ in range(2)]
+        process.stdout.close()
+        assert process.wait(LIMIT_S) == 0
+    assert b"text from the trained model" in head[0]
+    assert head[1] == b"caf? ??\n"
+    assert (tmp_path / "done").is_file()
+
+
 def test_command_prints_the_example_and_refuses_a_wrong_key_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

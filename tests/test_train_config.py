@@ -15,15 +15,17 @@ import pytest
 import torch
 import yaml
 
+import fullshard as fs
 import training_runs as runs
 from fullshard import options, precision
 from fullshard.errors import MissingExtra, OptionError
 from fullshard.training import settings as _settings
 from fullshard.training.command import EXAMPLE, train
+from fullshard.training.folder import RunFolder
 from fullshard.training.gpt import GPT, GPTConfig, Initialiser, initialise
 from fullshard.training.optimizing import learning_rate
 from fullshard.training.settings import Settings, Sharding, Training, load
-from fullshard.training.texts import Fields
+from fullshard.training.texts import Fields, find_files
 from fullshard.training.tokenizers import Bytes
 from fullshard.training.tokens import IGNORED, Sequences, row_of, split
 
@@ -121,12 +123,14 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda c: c.pop("output"), "'output' is missing"),
     (lambda c: c.update(model={}), "names no model"),
     (lambda c: c["model"].update(path="x"), "'model.gpt' and 'model.path'"),
-    (lambda c: c.update(model={"path": "missing"}), "'model.path'"),
+    (lambda c: c.update(model={"path": "missing"}), "'model.path': there is no"),
     (lambda c: c.update(model={"config": "missing.json"}), "'model.config'"),
     (lambda c: c["model"].update(weights="texts"), "'model.weights'"),
     (lambda c: c["model"]["gpt"].update(heads=3), "'model.gpt'"),
     (lambda c: c["model"]["gpt"].update(vocabulary=100), "257 tokens"),
     (lambda c: c["model"]["gpt"].update(context=8), "'training.sequence_length'"),
+    (lambda c: c["model"]["gpt"].update(context=0), "context of a GPT is 0"),
+    (lambda c: c.update(seed=1 << 64), "below 2**62"),
     (lambda c: c.update(device="cuda"), "'device' is cuda"),
 ]
 
@@ -148,7 +152,14 @@ def test_wrong_config_is_refused_by_key_and_nothing_is_written(
 def test_file_that_is_no_config_is_refused(folder: Path) -> None:
     config = folder / "c.yaml"
     assert "there is no config file" in refusal(config)
-    for text, expected in (("", "is empty"), ("- a", "holds a list"), ("a: [", "line 1 is not YAML")):
+    for text, expected in (
+        ("", "is empty"),
+        ("- a", "holds a list"),
+        ("a: [", "line 1 is not YAML"),
+        ("seed: 2020-13-45", "month must be in 1..12"),
+        ("seed: 1\noutput: x\nseed: 2", "line 3 gives 'seed' a second time"),
+        ("training: {steps: 1, steps: 2}", "line 1 gives 'steps' a second time"),
+    ):
         config.write_text(text)
         assert expected in refusal(config)
     good = runs.write_config(folder)
@@ -170,6 +181,16 @@ def test_folder_of_somebody_else_is_left_as_it_is(folder: Path) -> None:
     assert [p.name for p in (folder / "run").iterdir()] == ["thesis.txt"]
     (folder / "file").write_text("x")
     assert "'output'" in refusal(runs.write_config(folder, output="file"))
+
+
+def test_run_that_never_made_a_step_may_begin_anew_with_other_values(folder: Path) -> None:
+    taken = RunFolder(folder / "run")
+    taken.begin({"seed": 1}, {})
+    taken.begin({"seed": 2}, {})
+    assert taken.read("run.json") == {"fullshard": fs.__version__, "fixed": {"seed": 2}}
+    taken.metrics.write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(OptionError, match="whose 'seed' is 2, and now it is 3"):
+        taken.begin({"seed": 3}, {})
 
 
 def test_second_run_in_the_same_folder_at_the_same_time_is_refused(folder: Path) -> None:
@@ -244,6 +265,39 @@ def test_tokens_are_kept_by_content_and_made_once(folder: Path) -> None:
     assert tokens.tolist().count(256) == 2
 
 
+def test_files_of_the_run_itself_are_no_texts(folder: Path) -> None:
+    output = folder / "run"
+    (output / "model").mkdir(parents=True)
+    (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    (output / "model" / "merges.txt").write_text("a b\n")
+    texts = sorted((folder / "texts").iterdir())
+    assert find_files([folder], "data.train", output) == texts
+    assert find_files([folder / "**" / "*.txt"], "data.train", output) == texts
+    named = output / "model" / "merges.txt"
+    assert find_files([named], "data.train", output) == [named]
+
+
+def test_text_that_is_to_be_learned_and_to_validate_with_is_refused(folder: Path) -> None:
+    config = runs.write_config(folder, data={"validation": ["texts/b.txt"]})
+    message = refusal(config)
+    assert str(folder / "texts" / "b.txt") in message
+    assert "'data.train' and 'data.validation'" in message
+
+
+def test_ids_with_gaps_are_below_the_size_of_their_tokenizer(folder: Path) -> None:
+    from fullshard.training.tokenizers import HuggingFace
+
+    runs.write_tokenizer(folder / "words", sorted((folder / "texts").iterdir()))
+    file = folder / "words" / "tokenizer.json"
+    said = json.loads(file.read_text())
+    said["model"]["vocab"]["rank"] = 70000
+    file.write_text(json.dumps(said))
+    tokenizer = HuggingFace(folder / "words", "data.tokenizer")
+    assert tokenizer.size == 70001
+    tokens, _ = row_of([folder / "texts" / "a.txt"], PLAIN, tokenizer, folder / "cache").open()
+    assert tokens.max() == 70000
+
+
 def test_training_and_validation_sequences_are_apart_and_together_all(folder: Path) -> None:
     row = row_of(sorted((folder / "texts").iterdir()), PLAIN, Bytes(), folder / "cache")
     tokens, _ = row.open()
@@ -283,7 +337,8 @@ def test_line_that_is_no_json_or_has_no_text_is_named(tmp_path: Path) -> None:
         ("{nothing", "line 2 is not JSON"),
         (json.dumps({"body": "x"}), "line 2 has no text in the field 'text'; it has fields 'body'"),
         (json.dumps([1]), "it has a list"),
-        (json.dumps({"text": 3}), "has no text in the field 'text'"),
+        (json.dumps({"text": 3}), "line 2: the field 'text' holds a number, and no text"),
+        (json.dumps({"text": None}), "line 2: the field 'text' holds null"),
     ):
         file.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
         with pytest.raises(OptionError, match=expected):

@@ -132,6 +132,9 @@ class Comm:
 
     # ---- hot path
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        return self  # copies of a model, and of its state dict's values, talk over the same groups
+
     def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
         """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
         if not self.two_level:

@@ -186,7 +186,7 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
 
     With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
     """
-    runtime = runtime_of(module)
+    runtime = runtime_of(module, used=False)
     inside = {id(p) for p in module.parameters()}
     units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
     with runtime.opened(units, writeback):
@@ -299,13 +299,17 @@ def model_of(model: M) -> M:
     return model if inside is None else inside(model)
 
 
-def runtime_of(module: nn.Module) -> Runtime:
-    """The engine of a sharded module."""
+def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
+    """The engine of a sharded module. `used` ends the time in which torch_fsdp lets scripts initialise it."""
     module = model_of(module)
     here = module.__dict__ if isinstance(module, nn.Module) else {}
-    if "_fullshard" not in here and "_fullshard_begin" in here:
-        here["_fullshard_begin"](module)  # marked by torch_fsdp, to be sharded when first used
     runtime = here.get("_fullshard")
+    if runtime is None or used:
+        marked = module if runtime is None else runtime.root.modules[0]
+        begin = marked.__dict__.get("_fullshard_begin") if isinstance(marked, nn.Module) else None
+        if begin is not None:
+            begin(marked)  # marked by torch_fsdp, to be sharded, or to have its values, when first used
+            runtime = here.get("_fullshard")
     if runtime is None:
         raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
     return runtime  # type: ignore[no-any-return]

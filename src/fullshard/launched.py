@@ -113,6 +113,7 @@ def _tell(error: BaseException) -> None:
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
     error.__traceback__ = trace
+    sys.last_value = error  # as python sets it: what runs at exit asks whether the script failed
     sys.excepthook(type(error), error, trace)
     sys.stderr.flush()
     if isinstance(error, Exception):

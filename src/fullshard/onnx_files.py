@@ -19,7 +19,7 @@ from torch.distributed import destroy_process_group, is_initialized
 from fullshard import engine
 from fullshard.agreements import Council, council
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.commands import identify
+from fullshard.checkpoint.commands import as_damage, identify
 from fullshard.checkpoint.load import load
 from fullshard.errors import CheckpointError, NotSupported, OptionError
 from fullshard.extras import need
@@ -84,7 +84,7 @@ def export_checkpoint(checkpoint: Path, file: Path, check: bool = True) -> list[
         engine.shard(model, strategy="replicate")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say the same
-            notes = load(folder, model).notes
+            notes = _loaded(folder, model)
         with engine.full(model, writeback=False):
             plain = unsharded(model)
             given = _example(plain)
@@ -149,6 +149,14 @@ def _on_first_rank(talk: Council, work: Callable[[], list[str]]) -> list[str]:
 
 
 # ---- a checkpoint
+
+
+def _loaded(folder: Path, model: nn.Module) -> list[str]:
+    """What fs.load has to note. Damage is told from what is wrong otherwise: the command's exit code."""
+    try:
+        return list(load(folder, model).notes)
+    except CheckpointError as error:
+        raise (as_damage(error) if "damaged" in error.remedy else error) from error
 
 
 def _folder(path: Path) -> Path:

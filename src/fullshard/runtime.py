@@ -316,6 +316,7 @@ class Runtime:
         if self.gathering.backward is not None:
             return
         self.comm.phase = "backward"
+        self._follow_user()  # a pass may have come since, with parameters frozen for it alone
         self._tasks = [current_task()]
         self._values_in_backward = self._current_values()
         order = self.gathering.begin_backward()

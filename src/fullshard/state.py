@@ -28,7 +28,7 @@ _REMEDY = (
 )
 
 
-_MEMORY = {"untyped_storage", "storage", "data_ptr", "numpy", "tolist", "item", "__array__"}
+_MEMORY = {"untyped_storage", "storage", "numpy", "tolist", "item", "__array__"}
 
 
 class StateShard(torch.Tensor):
@@ -61,6 +61,9 @@ class StateShard(torch.Tensor):
             return value._holding(value.local.clone())
         if func is torch.ops.aten._to_copy.default:
             return value._holding(func(value.local, *args[1:], **(kwargs or {})))
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == value.piece.whole_shape:
+            # torch.distributed.checkpoint.async_save makes such a one on the host, then fills in `local`.
+            return value._holding(func(value.local, value.local.shape, **(kwargs or {})))
         raise StateError(
             f"state dict value {value.key!r} holds this rank's {value.stop - value.start} of "
             f"{value.piece.num_elements} elements; {func} on it has no meaning",
@@ -69,6 +72,8 @@ class StateShard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "data_ptr":
+            return 0  # no memory of its own, as torch's DTensors say: async_save goes on to `local` then
         if getattr(func, "__name__", "") in _MEMORY:
             raise StateError(
                 f"state dict value {args[0].key!r} holds only this rank's elements; {func.__name__}() would "

@@ -39,11 +39,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = [word for word in message.split() if word.startswith("--")]
-        near = [m for word in words for m in get_close_matches(word, self._option_string_actions, 1)]
+        known = list(self._option_string_actions)
+        near = [option for word in words for option in known if option.startswith(word.partition("=")[0])]
+        near = near or [m for word in words for m in get_close_matches(word, known, 1)]
         meant = f"Did you mean {near[0]}? " if near and "unrecognized" in message else ""
         raise OptionError(
             message, f"{meant}See fullshard launch --help, and torchrun --help for its options."
         )
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What a shortened option may mean. argparse asks that of the script's own options too, and ends with
+        an error where `--n` could be two of torchrun's: those are left to the script."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return found if len(found) == 1 else []
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,11 @@ def _launch(
 
 def parse(said: Sequence[str]) -> tuple[Launching, bool]:
     """torchrun's own parser reads the options; we add what nobody said."""
-    given: dict[str, Any] = {**torchrun_defaults(), **vars(_parser().parse_args(list(said)))}
-    script = (given["training_script"], *given["training_script_args"])
-    options = list(said[: len(said) - len(script)])
+    parser = _parser()
+    at = _script_at(parser, said)
+    # Not the script's own arguments: argparse would take a `--` among them for itself.
+    given: dict[str, Any] = {**torchrun_defaults(), **vars(parser.parse_args(list(said[: at + 1])))}
+    script, options = tuple(said[at:]), list(said[:at])
     options = [word for word in options if word not in ("-m", "--") and not word.startswith(_OURS)]
     is_module = _flag(given, "module")
     _refuse(given)
@@ -102,6 +112,23 @@ def parse(said: Sequence[str]) -> tuple[Launching, bool]:
     why = _why(script[0], is_module, local, nodes)
     launching = Launching(tuple(options), is_module, script, _variables(local, nodes), why)
     return launching, _flag(given, "dry_run")
+
+
+def _script_at(parser: argparse.ArgumentParser, said: Sequence[str]) -> int:
+    """Where the options of torchrun end. A wrong one is left for the parser to name."""
+    at = 0
+    while at < len(said):
+        word = said[at]
+        if word == "--":
+            return at + 1
+        if not word.startswith("-"):
+            return at
+        name, equals, _ = word.partition("=")
+        near = parser._get_option_tuples(name) if name.startswith("--") else []
+        action = parser._option_string_actions.get(name) or (near[0][0] if near else None)
+        takes_next = action is not None and not equals and action.nargs != 0
+        at += 2 if takes_next else 1
+    return at
 
 
 def _flag(given: dict[str, Any], name: str) -> bool:
@@ -127,6 +154,9 @@ def _refuse(given: dict[str, Any]) -> None:
             "--no-python starts a program that is not Python, and fullshard cannot be turned on in it",
             "Use torchrun for it.",
         )
+    local = str(given.get("nproc_per_node", "1"))
+    if local.lstrip("-").isdecimal() and int(local) < 1:
+        raise OptionError(f"--nproc-per-node is {local}", "Give at least 1, or leave it out.")
     if _flag(given, "run_path"):
         raise OptionError(
             "--run-path is how torchrun runs a script inside its own process",
@@ -196,6 +226,15 @@ def _why(script: str, is_module: bool, local_ranks: str, nodes: str) -> str:
     return f"{what} on {ranks}{'' if nodes == '1' else f' of each of {nodes} nodes'} ({where})"
 
 
+def _torchruns(words: Sequence[str]) -> argparse.Namespace:
+    """What torchrun reads in its command line, with its defaults."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.__class__ = _Parser
+    return parser.parse_args(list(words))
+
+
 def start(launching: Launching) -> int:
     """Run torchrun in this process. The exit code is that of the rank that failed first."""
     from torch.distributed import run as torchrun
@@ -203,8 +242,7 @@ def start(launching: Launching) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        args = torchrun.parse_args(launching.words)  # type: ignore[no-untyped-call, unused-ignore]
-        torchrun.run(args)  # type: ignore[no-untyped-call, unused-ignore]
+        torchrun.run(_torchruns(launching.words))  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

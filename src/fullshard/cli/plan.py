@@ -98,7 +98,7 @@ def _plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> int:
     if sizes:
-        return _list()
+        return _list(json)
     if model is None:
         raise OptionError("no model was named", "Give one; fullshard plan --list shows the sizes.")
     from fullshard.planning.answers import Question, answer
@@ -150,13 +150,17 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
     )
 
 
-def _list() -> int:
+def _list(json: bool) -> int:
     from fullshard.planning.decoder import num_parameters
     from fullshard.planning.sizes import SIZES
 
+    counts = {name: num_parameters(shape) for name, shape in SIZES.items()}
+    if json:
+        as_json_text(counts)
+        return 0
     rows = []
     for name, shape in SIZES.items():
-        count = num_parameters(shape)
+        count = counts[name]
         experts = f", {shape.experts} experts" if shape.experts else ""
         rows.append((name, f"{count:,}", f"{shape.layers} layers of width {shape.width}{experts}"))
     table(("size", "parameters", "shape"), rows, left=(0, 2))

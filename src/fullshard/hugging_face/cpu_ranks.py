@@ -1,4 +1,4 @@
-"""Scripts written for GPUs, on ranks that have none: Trainer's arguments say so for them."""
+"""Trainer's arguments for ranks: those without a GPU say so, and what sharded models cannot do is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fullshard.errors import NotSupported
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.seams import replace_method
 from fullshard.world import launch
@@ -24,5 +25,12 @@ def _post_init(original: Any) -> Any:
         if self.fsdp and launch().ranks > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         original(self)
+        full_eval = next((n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(self, n)), None)
+        if self.fsdp and launch().ranks > 1 and full_eval is not None:
+            # Trainer would cast the model itself, and what it trained with is gone.
+            raise NotSupported(
+                f"TrainingArguments with {full_eval} casts the parameters, which are sharded in their dtype",
+                f"Use {full_eval[:4]}=True: evaluation computes in it, too.",
+            )
 
     return __post_init__

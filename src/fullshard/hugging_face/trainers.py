@@ -7,12 +7,16 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from fullshard.engine import full
 from fullshard.hugging_face import checkpoints
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.preparing import engaged
@@ -48,8 +52,9 @@ def _save_model(original: Any) -> Any:
         else:
             wanted = _adapter_names(self.model) if checkpoints.is_adapter(self.model) else None
             state = whole_state(self.model, keep=self.args.should_save, wanted=wanted)
-            if self.args.should_save:
-                self._save(folder, state_dict=state)
+            with _prompts_open(self.model):
+                if self.args.should_save:
+                    self._save(folder, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -88,6 +93,17 @@ def _link(file: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(file, beside)
     beside.replace(target)
+
+
+@contextmanager
+def _prompts_open(model: nn.Module) -> Iterator[None]:
+    """Whole encoders of prompts: the one rank that saves has peft run them, and the others do not."""
+    encoder = getattr(model, "prompt_encoder", None) if checkpoints.is_adapter(model) else None
+    if not isinstance(encoder, nn.Module) or not any(True for _ in encoder.parameters()):
+        yield
+        return
+    with full(encoder, writeback=False), torch.no_grad():
+        yield
 
 
 def _adapter_names(model: nn.Module) -> Any:

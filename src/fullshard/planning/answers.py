@@ -38,7 +38,7 @@ class Question:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise OptionError(f"{self.ranks} ranks", "Give at least 1.")
-        if self.memory_bytes < 1:
+        if self.memory_bytes < 2**20:  # a bare 24 is 24 bytes
             raise OptionError(f"{self.memory_bytes} bytes of memory", "Write it as 24GiB or 80GB.")
         if self.optimizer not in OPTIMIZERS:
             raise OptionError(

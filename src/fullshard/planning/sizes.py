@@ -103,6 +103,12 @@ _KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"norms": 4, "tied": True},
 }
 
+# Keys for which transformers has a number of its own if they are left out: it builds such a model itself.
+_UNSAID: dict[str, set[str]] = {
+    "llama": set(),
+    **{kind: {"num_key_value_heads", "head_dim"} for kind in ("qwen3", "gemma", "gemma2")},
+}
+
 
 def known(name: str) -> Shape | None:
     """A size by its name: 'Llama-3 8B' and 'llama_3_8b' are 'llama-3-8b'."""
@@ -117,6 +123,8 @@ def from_config(config: dict[str, Any]) -> Shape | None:
     if kind == "gpt2":
         return _from_gpt2(config)
     if kind not in _KINDS or config.get("attention_bias") or config.get("mlp_bias"):
+        return None
+    if not _UNSAID.get(kind, {"num_key_value_heads"}) <= config.keys():
         return None
     try:
         shape = Shape(

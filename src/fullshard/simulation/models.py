@@ -235,6 +235,8 @@ def subject(name: str, layers: int | None, tokens: int) -> Subject:
     if layers is not None:
         raise OptionError(f"{name!r} decides its own layers", "Leave out --layers.")
     function = _function(name)
+    if not callable(function):
+        raise OptionError(f"{name!r} is a {type(function).__name__}", "Name a function.")
     made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise OptionError(f"{name!r} returned a {type(made).__name__}", "Return (model, batch).")

@@ -29,8 +29,16 @@ from fullshard.errors import NotSupported, OptionError
 from fullshard.gathering import current_task
 from fullshard.live import NO_TASK, LiveUnit
 from fullshard.runtime import Runtime
-from fullshard.torch_fsdp.marks import EMPTY, Mark, mark_of, marks_in
-from fullshard.torch_fsdp.sharding import divide, engine_of, keep_or_release, postpone, ready, units_behind
+from fullshard.torch_fsdp.marks import EMPTY, MARKED, Mark, mark_of, marks_in, outermost
+from fullshard.torch_fsdp.sharding import (
+    divide,
+    engine_of,
+    keep_or_release,
+    postpone,
+    ready,
+    ready_unless_meta,
+    units_behind,
+)
 
 
 class UnshardHandle:
@@ -59,6 +67,10 @@ class FSDPModule:
         mark = _mark(self)
         if mark.state == EMPTY:
             ready(mark.module)
+        elif mark.state == MARKED and outermost(mark.module) is mark.module:
+            # An average of weights (a copy) is not called before it is updated from the original: marked
+            # only, it would be whole while the original is sharded. On meta both wait for their values.
+            ready_unless_meta(mark.module)
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin

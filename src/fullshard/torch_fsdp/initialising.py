@@ -106,7 +106,8 @@ class Window:
 
     @contextmanager
     def _opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
-        """The engine's `opened`, whose own work on parameters is no touch. `apply` comes here too."""
+        """The engine's `opened`, whose own work is no touch. `apply` and fs.full come here too."""
+        self._close()  # a unit left open by a touch would be closed under the caller's feet when this ends
         with ExitStack() as inside:
             with self._at_work():
                 inside.enter_context(Runtime.opened(self._runtime, units, writeback, warn))

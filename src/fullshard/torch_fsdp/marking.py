@@ -67,6 +67,8 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     policy = as_mixed_precision(mp_policy)
+    if not _untraced:  # not at import: this brings in torch's compiler, which costs a second
+        _untraced.append(torch.compiler.disable(ready))  # type: ignore[no-untyped-call]
     asked = Asked(mesh, reshard_after_forward, policy, frozenset(ignored_params or ()))
     for each in modules:
         mark = Mark(each, asked, _classes(type(each)))
@@ -178,8 +180,14 @@ class _Waiting:
 
 
 def _ready(module: Any) -> Any:
-    ready(module)
+    if torch.compiler.is_dynamo_compiling():  # `torch.compile(model)`, called before anything else was asked
+        _untraced[0](module)
+    else:
+        ready(module)
     return module
+
+
+_untraced: list[Callable[[nn.Module], None]] = []  # `ready`, into which torch.compile must not look
 
 
 def _meta(module: Any) -> bool:

@@ -13,6 +13,7 @@ Sharding at once where a policy is given was considered: it would free memory a 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,20 @@ class Wrapper(nn.Module):
         hook = self._fsdp_wrapped_module.register_forward_pre_hook(_PastTheWrapper(self), prepend=True)
         self._hook_id = hook.id
         _waiting.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy that is sharded as the original is. Copied while both wait, an average of weights would be
+        whole when it is updated from shards: nobody calls it before."""
+        on_meta = any(p.is_meta for p in _parameters(self))
+        if self._is_root is None and outermost(self) is self and not on_meta:
+            begin(self)
+        for shared in (self.said.mesh, self.__dict__.get("process_group")):
+            memo[id(shared)] = shared  # groups cannot be copied
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if twin._is_root is None:
+            _waiting.add(twin)
+        return twin
 
     def _stop_waiting(self, is_root: bool) -> None:
         self._is_root = is_root

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.collectives import rank_count, start
-from fullshard.engine import runtime_of, shard
+from fullshard.engine import shard
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.live import LiveUnit
 from fullshard.precision import Precision
@@ -183,7 +183,8 @@ def postpone(mark: Mark) -> None:
 
 def engine_of(module: nn.Module) -> Runtime | None:
     """None for a module in which there was nothing to shard."""
-    return runtime_of(module) if "_fullshard" in module.__dict__ else None
+    runtime: Runtime | None = module.__dict__.get("_fullshard")  # a question is no use of the model
+    return runtime
 
 
 def unit_of(module: nn.Module) -> LiveUnit | None:
@@ -301,7 +302,10 @@ def _one_group(marks: Sequence[Mark]) -> int | None:
 
 
 def _named(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    """Ranks and names: all that the engine reads. No groups: with tensor parallelism on a third axis ranks
+    would ask for different ones at once, and wait for each other forever."""
+    names = ("replicate", "shard")
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def _default_device() -> torch.device:

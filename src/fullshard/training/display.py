@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +22,11 @@ class Display:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A model may write what the terminal's encoding does not have; that must not end a run.
+            sys.stdout.reconfigure(errors="replace")
         self.console, self._quiet, self._num_steps = Console(quiet=quiet), quiet, num_steps
+        vars(self.console)["on_broken_pipe"] = self._reader_left  # which would end this process
         self._progress = Progress(
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
@@ -30,6 +37,11 @@ class Display:
         )
         self._task = self._progress.add_task("training", total=num_steps, figures="")
         self._shown_steps = 0
+
+    def _reader_left(self) -> None:
+        """`fullshard train ... | head` has seen enough; the run goes on."""
+        self.console.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -60,7 +60,7 @@ training:                    # sizes of batches are of all ranks together
 #   model_dtype: fp32        # of the final model: bf16, fp16
 
 # logging:
-#   every: 1                 # steps
+#   every: 1                 # steps; as often a run looks whether it is to stop
 #   tensorboard: true
 
 # sample:                    # what the trained model writes into the report

@@ -81,7 +81,8 @@ class RunFolder:
         """Take the folder for this run; a run that was begun with other values is an error."""
         self.refuse_strangers()
         known = self.read("run.json")
-        if known is not None:
+        # Where no step was made, as after an error at the start, there is nothing that could be mixed up.
+        if known is not None and (self.newest() is not None or self.read_metrics()):
             self._compare(known.get("fixed", {}), fixed)
         else:
             self.write("run.json", {"fullshard": VERSION, "fixed": dict(fixed)})

@@ -206,7 +206,12 @@ class Run:
         rate = (self.done - self._told_step) * a_step / max(now_s - self._clock_s, 1e-9)
         for index, (line, norm) in enumerate(zip(pending.lines, norms, strict=True)):
             line["loss"] = sum(_from_bits(int(bits)) for bits in rows[:, 2 + index])
-            line |= {"gradient_norm": norm, "tokens": line["step"] * a_step, "tokens_per_s": rate}
+            # JSON has no infinity; with fp16 the first norms may be infinite, and such steps are left out.
+            line |= {
+                "gradient_norm": norm if math.isfinite(norm) else None,
+                "tokens": line["step"] * a_step,
+                "tokens_per_s": rate,
+            }
             line["memory"] = [int(held) for held in rows[:, 1]]
             self._refuse_not_finite(line)
             watcher.step(line, shown=index == len(norms) - 1)
@@ -214,13 +219,17 @@ class Run:
         return next((int(a) for a in rows[:, 0] if a), 0)
 
     def _refuse_not_finite(self, line: dict[str, Any]) -> None:
-        if math.isfinite(line["loss"]):
+        finite = {"loss": math.isfinite(line["loss"]), "gradient norm": line["gradient_norm"] is not None}
+        if finite["loss"] and (finite["gradient norm"] or self._scaler.is_enabled()):
             return
+        what = f"loss of step {line['step']} is {line['loss']}"
+        if finite["loss"]:
+            what = f"gradient norm of step {line['step']} is not finite"
         saved = (
             "no checkpoint was saved before" if self.saved is None else f"{str(self.saved)!r} is from before"
         )
         raise GradientError(
-            f"the loss of step {line['step']} is {line['loss']}; {saved}",
+            f"the {what}; {saved}",
             "Take a smaller training.learning_rate or a longer training.warmup_steps, and another output.",
         )
 
@@ -246,8 +255,10 @@ class Run:
             count += int((targets != IGNORED).sum())
         self.model.train()
         rows = self.comm.tell_many([_as_bits(float(total)), count])
-        mean = sum(_from_bits(int(bits)) for bits in rows[:, 0]) / max(1, int(rows[:, 1].sum()))
-        watcher.evaluated({"kind": "validation", "step": self.done, "loss": mean, "sequences": wanted})
+        targets_of_all = int(rows[:, 1].sum())
+        if targets_of_all:  # prompts alone have no loss; 0 would look like a perfect one
+            mean = sum(_from_bits(int(bits)) for bits in rows[:, 0]) / targets_of_all
+            watcher.evaluated({"kind": "validation", "step": self.done, "loss": mean, "sequences": wanted})
         self._clock_s += time.monotonic() - begun_s  # training's speed is without it
 
     def _padded(self, data: Sequences, indices: SequenceOf[int], size: int) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,8 @@ def prepare(settings: Settings, rows: Mapping[str, str | None] | None = None) ->
     folder.refuse_strangers()
     if settings.logging.tensorboard:
         need_tensorboard()
+    fingerprint = models.fingerprint(settings)  # a missing config is told before anything else is looked at
     tokenizer = make_tokenizer(settings)
-    fingerprint = models.fingerprint(settings)  # a missing config is told before texts are looked at
     if rows is None:
         train, validation = _rows(settings, tokenizer, settings.data.cache or folder.tokens)
     else:
@@ -87,8 +87,13 @@ def make_tokenizer(settings: Settings) -> Tokenizer:
 def _rows(settings: Settings, tokenizer: Tokenizer, cache: Path) -> tuple[Row, Row | None]:
     data = settings.data
     fields = Fields(data.text, data.prompt, data.completion)
-    train = find_files(data.train, "data.train")
-    validation = find_files(data.validation, "data.validation") if data.validation else []
+    train = find_files(data.train, "data.train", settings.output)
+    validation = find_files(data.validation, "data.validation", settings.output) if data.validation else []
+    if both := set(train) & set(validation):
+        raise OptionError(
+            f"{str(min(both))!r} is in 'data.train' and 'data.validation'; the loss is to be of other text",
+            "Name it in one of them; validation_fraction takes a part of data.train.",
+        )
     row = row_of(train, fields, tokenizer, cache)
     return row, row_of(validation, fields, tokenizer, cache) if validation else None
 

@@ -41,10 +41,11 @@ class Reporter(Watcher):
         self._begun_s = time.time()
         self._summary = _describe(job, run)
         earlier = job.folder.read("summary.json") or {}
+        # Of a run that was done already all stays as it was: these ranks, as many as they are, did nothing.
+        of_before = ("held", "peaks", "sample") if run.done < said.training.steps else tuple(earlier)
+        if run.done:
+            self._summary |= {name: earlier[name] for name in of_before if name in earlier}
         self._summary["seconds_before"] = earlier.get("seconds", 0.0) if run.done else 0.0
-        for name in ("held", "peaks", "sample"):  # of a run that was done already
-            if run.done and name in earlier:
-                self._summary[name] = earlier[name]
         self._write(f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
     def open(self, run: Run, resumed: str | None) -> None:

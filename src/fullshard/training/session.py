@@ -15,10 +15,10 @@ from torch.distributed import destroy_process_group
 
 from fullshard import collectives, world
 from fullshard.agreements import raise_together_first
-from fullshard.checkpoint.commit import is_checkpoint
+from fullshard.checkpoint.commit import is_checkpoint, read_manifest
 from fullshard.checkpoint.export import DTYPES
 from fullshard.checkpoint.save import save
-from fullshard.errors import FullshardError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.training import models
 from fullshard.training.folder import RunFolder
 from fullshard.training.loop import Job, Run, Watcher
@@ -149,11 +149,22 @@ def _status(run: Run, stopped: int, settings: Settings) -> str:
 
 def _save_model(job: Job, run: Run, prepared: Prepared) -> None:
     """The model alone, to be used: with its tokenizer for from_pretrained, or with the GPT's shape."""
-    folder = job.folder.model
-    if is_checkpoint(folder):
-        return
-    save(folder, run.model, dtype=DTYPES[job.settings.checkpoints.model_dtype])
-    if run.rank == 0:
+    folder, dtype = job.folder.model, job.settings.checkpoints.model_dtype
+    made = {"step": run.done, "dtype": dtype}
+    is_new = _made_of(folder) != made  # a run that went on with more steps has another model by now
+    if is_new:
+        save(folder, run.model, extra=made, dtype=DTYPES[dtype])
+    # A run that was killed right after the save has a model without the files beside it.
+    lacks = not any((folder / name).exists() for name in ("gpt.json", "tokenizer_config.json"))
+    if run.rank == 0 and (is_new or lacks):
         prepared.tokenizer.save(folder)
         if job.subject.shape is not None:
             job.subject.shape.write(folder)
+
+
+def _made_of(folder: Path) -> dict[str, object]:
+    """Of which step a model is, and in which dtype; empty where there is none."""
+    try:
+        return dict(read_manifest(folder).extra) if is_checkpoint(folder) else {}
+    except CheckpointError:
+        return {}

@@ -32,8 +32,8 @@ class GPTSize:
             num_layers=self.layers,
             num_heads=self.heads,
             width=self.width,
-            context=self.context or sequence_length,
-            vocabulary=self.vocabulary or num_tokens,
+            context=sequence_length if self.context is None else self.context,
+            vocabulary=num_tokens if self.vocabulary is None else self.vocabulary,
             norm=self.norm,
             positions=self.positions,
         )
@@ -237,12 +237,36 @@ def uses_bytes(settings: Settings) -> bool:
 def _parse_yaml(text: str, name: str) -> Any:
     yaml = need("yaml", "cli")
     try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_repeated(yaml, tree, name, set())
         return yaml.safe_load(text)
+    except (ValueError, RecursionError) as error:  # a date that is none, or sections without end
+        raise OptionError(f"{name} is not YAML: {error}", "Mend it, or put quotes around a text.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or "it cannot be read"
         raise OptionError(f"{name}{where} is not YAML: {problem}", "Mend it there.") from None
+
+
+def _refuse_repeated(yaml: Any, node: Any, name: str, seen: set[int]) -> None:
+    """A key that is given twice: of the two values the library would take the last without a word."""
+    if node is None or id(node) in seen:  # a reference may lead back to where it stands
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated(yaml, item, name, seen)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    keys: set[tuple[str, str]] = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if (key.tag, key.value) in keys:
+                line = key.start_mark.line + 1
+                raise OptionError(f"{name}, line {line} gives {key.value!r} a second time", "Leave one out.")
+            keys.add((key.tag, key.value))
+        _refuse_repeated(yaml, value, name, seen)
 
 
 def _check(settings: Settings, file: str) -> None:
@@ -301,6 +325,8 @@ def _check_numbers(settings: Settings, file: str) -> None:
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
             raise OptionError(f"{key!r} in {file} is {value!r}", "Give a number of at least 0.")
+    if settings.seed >= 1 << 62:  # generators take 64 bits, and every rank has a seed of its own
+        raise OptionError(f"'seed' in {file} is {settings.seed}", "Give a number below 2**62.")
     for key, value in (
         ("data.validation_fraction", settings.data.validation_fraction),
         ("training.final_learning_rate", training.final_learning_rate),

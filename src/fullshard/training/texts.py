@@ -12,6 +12,7 @@ from fullshard.errors import OptionError
 
 SUFFIXES = (".txt", ".md", ".jsonl")  # of a folder; other files are named, or found by a glob
 PIECE_BYTES = 1 << 20
+_KINDS = {type(None): "null", bool: "a truth value", list: "a list", dict: "an object"}  # of JSON
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,15 @@ class Piece:
     ends: bool
 
 
-def find_files(named: Sequence[Path], key: str) -> list[Path]:
-    """The files that `data.train` or `data.validation` names, each once, in the order of their names."""
+def find_files(named: Sequence[Path], key: str, output: Path | None = None) -> list[Path]:
+    """The files that `data.train` or `data.validation` names, each once, in the order of their names.
+
+    What a folder or a glob has below `output` is left out: the run's own metrics and model lie there, and
+    with them the texts would be others when it goes on.
+    """
     found: dict[Path, None] = {}
     for path in named:
-        files = _files_of(path)
+        files = [file for file in _files_of(path) if file == path or output not in file.parents]
         if not files:
             raise OptionError(f"{key!r}: {_nothing_at(path)}", "Name files, globs or folders that are there.")
         found.update(dict.fromkeys(files))
@@ -102,7 +107,12 @@ def _lines_of_json(file: Path, fields: Fields) -> Iterator[Piece]:
 
 
 def _field(said: object, name: str, where: str, key: str) -> bytes:
-    if not isinstance(said, dict) or not isinstance(said.get(name), str):
+    if isinstance(said, dict) and name in said and not isinstance(said[name], str):
+        raise OptionError(
+            f"{where}: the field {name!r} holds {_KINDS.get(type(said[name]), 'a number')}, and no text",
+            f"Mend it, or name another field with {key!r}.",
+        )
+    if not isinstance(said, dict) or name not in said:
         has = f"fields {', '.join(map(repr, said))}" if isinstance(said, dict) else f"a {type(said).__name__}"
         raise OptionError(
             f"{where} has no text in the field {name!r}; it has {has}", f"Name the field with {key!r}."

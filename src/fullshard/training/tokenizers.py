@@ -63,7 +63,8 @@ class HuggingFace:
                 f"({type(error).__name__}: {reason})",
                 "Give a folder with a tokenizer.json as data.tokenizer, or the word bytes.",
             ) from error
-        self.size = len(self._inner)
+        # Ids may have gaps, so that the largest is beyond their number.
+        self.size = max(len(self._inner), 1 + max(self._inner.get_vocab().values(), default=-1))
         self.end: int | None = self._inner.eos_token_id
         backend = getattr(self._inner, "backend_tokenizer", None)
         described = (
