@@ -29,21 +29,3 @@ def _no_group_is_left_behind() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-# Tests that share nothing and take long: they may run anywhere. The others of a file run in one process,
-# because they share what it has computed.
-SCATTERED = {
-    "test_documents",
-    "test_cli_launch",
-    "test_train_command",
-    "test_two_nodes",
-    "test_wire",
-    "test_resume",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem not in SCATTERED:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
