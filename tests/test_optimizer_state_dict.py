@@ -133,3 +133,20 @@ def _after_fs_load(folder: Path) -> list[str]:
 def test_state_shows_its_whole_shape_after_fs_load_too(tmp_path: Path) -> None:
     for kinds in ranks.run(_after_fs_load, 2, tmp_path / "saved"):
         assert kinds.count("StateShard") == 2
+
+
+def _inside_full() -> tuple[list[str], bool]:
+    model, optimizer = _sharded()
+    _step(model, optimizer, _batch(0, _rank()))
+    with fs.full(model):
+        said = optimizer.state_dict()
+        kinds = [type(v).__name__ for v in said["state"][0].values()]
+        optimizer.load_state_dict(said)
+    _step(model, optimizer, _batch(1, _rank()))
+    return kinds, all(v.shape == p.shape for p, s in optimizer.state.items() for v in s.values() if v.dim())
+
+
+def test_state_shows_its_whole_shape_inside_fs_full_too() -> None:
+    for kinds, fits in ranks.run(_inside_full, 2):
+        assert kinds.count("StateShard") == 2
+        assert fits

@@ -21,7 +21,7 @@ from fullshard.errors import OptimizerError, StateError
 from fullshard.layout import Region
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane
-from fullshard.state import StateShard, to_rest
+from fullshard.state import StateShard, shard_of, to_rest
 from fullshard.tensor_parallel import is_cut
 
 # They look at whole matrices, whole vectors or norms of parameters, and a shard has none of these.
@@ -176,16 +176,12 @@ def _to_shards(optimizer: torch.optim.Optimizer, said: dict[str, Any]) -> dict[s
 
 def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
     """Element-wise state becomes a StateShard; a step count, say, is the same on every rank."""
-    if not isinstance(value, torch.Tensor) or value.shape != lane.parameters[index].shape or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.shape != lane.resting[index].shape or value.dim() == 0:
         return value
     if lane.whole_at_rest:
         spec = lane.specs[index]
         return value if spec is None else spec.wrap(value)
-    piece = lane.layout.pieces[index]
-    start, stop = lane.layout.kept(piece, lane.comm.rank)
-    shard = StateShard.make(key, piece, value, start, stop)
-    shard.comm = lane.comm
-    return shard
+    return shard_of(lane, index, value, key)
 
 
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
@@ -203,7 +199,8 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             shard = isinstance(value, StateShard)
             whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.whole_shape
-            if shard or (whole and key not in numbers and (is_cut(value) or value.shape != parameter.shape)):
+            differs = isinstance(value, torch.Tensor) and value.shape != lane.resting[index].shape
+            if shard or (whole and key not in numbers and (is_cut(value) or differs)):
                 state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()
 
 

@@ -172,6 +172,17 @@ class Places:
         return type(self)({k: (copy.deepcopy(lane, memo), i) for k, (lane, i) in self.places.items()})
 
 
+def shard_of(lane: Lane, index: int, local: torch.Tensor, key: str) -> StateShard:
+    """This rank's elements of a parameter, or of something of its shape, as a value that knows the whole."""
+    piece = lane.layout.pieces[index]
+    start, stop = lane.layout.kept(piece, lane.comm.rank)
+    if local.numel() != stop - start:
+        raise StateError(f"{key!r} has {local.numel()} elements, and this rank keeps {stop - start}")
+    shard = StateShard.make(key, piece, local.view(lane.resting[index].shape), start, stop)
+    shard.comm = lane.comm
+    return shard
+
+
 class AfterStateDict(Places):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for attribute, (lane, index) in self.places.items():
@@ -181,10 +192,7 @@ class AfterStateDict(Places):
                 state[key] = state[key] if spec is None else spec.wrap(state[key])
             if key not in state or lane.whole is not None or lane.whole_at_rest:
                 continue
-            piece = lane.layout.pieces[index]
-            start, stop = lane.layout.kept(piece, lane.comm.rank)
-            value = StateShard.make(key, piece, lane.parameters[index].detach(), start, stop)
-            value.comm, state[key] = lane.comm, value
+            state[key] = shard_of(lane, index, lane.parameters[index].detach(), key)
 
 
 class BeforeLoad(Places):

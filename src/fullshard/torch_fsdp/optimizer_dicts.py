@@ -18,8 +18,8 @@ from fullshard.checkpoint.contents import Site, canonical, plain, sites
 from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
 from fullshard.runtime import Runtime
 from fullshard.shards import in_memory_order, piece_view
-from fullshard.state import StateShard
-from fullshard.torch_fsdp.state_dicts import is_first, shard_of, whole_lane
+from fullshard.state import StateShard, shard_of
+from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
 
 State = dict[str, dict[str, Any]]  # by parameter's name, then by the optimizer's own key
 Group = list[nn.Parameter]

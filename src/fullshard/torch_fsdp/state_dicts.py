@@ -18,7 +18,7 @@ from fullshard.errors import FullshardError, StateError
 from fullshard.layout import Piece
 from fullshard.runtime import Runtime
 from fullshard.shards import Lane, piece_view
-from fullshard.state import BeforeLoad, StateShard
+from fullshard.state import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
 from fullshard.torch_fsdp.roots import WRAPPED, Wrapper, clean, wrappers_in
 from fullshard.torch_fsdp.strategies import StateDictSettings, StateDictType
@@ -123,8 +123,6 @@ def _gather_into(
 
 
 def _on_host(value: Any) -> Any:
-    if isinstance(value, StateShard):
-        return StateShard.make(value.key, value.piece, value.local.cpu(), value.start, value.stop)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -189,15 +187,6 @@ def _from_local(
             lane, index = known[id(parameter)]
             if not lane.whole_at_rest:
                 state[key] = shard_of(lane, index, state[key], key)
-
-
-def shard_of(lane: Lane, index: int, local: torch.Tensor, key: str) -> StateShard:
-    """This rank's elements of a parameter, or of something of its shape, as a value that knows the whole."""
-    piece = lane.layout.pieces[index]
-    start, stop = lane.layout.kept(piece, lane.comm.rank)
-    if local.numel() != stop - start:
-        raise StateError(f"{key!r} has {local.numel()} elements, and this rank keeps {stop - start}")
-    return StateShard.make(key, piece, local.view(lane.resting[index].shape), start, stop)
 
 
 def check_all(wrapper: Wrapper, state: dict[str, Any]) -> None:
