@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fullshard import collectives
 from fullshard.collectives import Comm, as_bytes, new_group, raise_first, spoken
 from fullshard.errors import CheckpointError, FullshardError, Stalled
 from fullshard.world import launch
@@ -149,6 +150,12 @@ def council(comm: Comm) -> Council:
     if found is None:
         found = comm.__dict__["_council"] = Council(comm)
     return found
+
+
+def start() -> None:
+    """The default process group, if there is none; one that we started ends with the process."""
+    if collectives.start():
+        end_groups_at_exit()
 
 
 def end_groups_at_exit() -> None:

@@ -66,8 +66,7 @@ def shard(
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
         masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
-    if collectives.start():
-        agreements.end_groups_at_exit()
+    agreements.start()
     found: _Found | None = None
     problem: FullshardError | None = None
     grid: torch.Tensor | None = None

@@ -44,7 +44,7 @@ class Parked:
     def place(self, said: Said, initialize: Callable[[nn.Module], Any] | None, hybrid: bool) -> None:
         """Make the model ready for the engine: on one device, or on meta with values to come."""
         self._given = self.materialize = initialize
-        collectives.start()
+        agreements.start()
         tensors = [*self._module.parameters(), *self._module.buffers()]
         on_meta, real = any(t.is_meta for t in tensors), {t.device for t in tensors if not t.is_meta}
         if said.synchronise:
