@@ -76,11 +76,10 @@ class RankFailure(AssertionError):
 
 @dataclass
 class Outcome:
-    """Values of the ranks that returned, errors of those that did not; seconds it took."""
+    """Values of the ranks that returned, errors of those that did not."""
 
     values: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, RankError] = field(default_factory=dict)
-    wall_s: float = 0.0
 
     @property
     def hung(self) -> list[int]:
@@ -129,14 +128,12 @@ def outcome(
     if fresh:
         _pool.end()
     workers = _pool.first(ranks)
-    started = time.monotonic()
     port = free_port()
     for rank, worker in enumerate(workers):
         environment = _environment(rank, ranks, port)
         task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh, merge_bytes)
         worker.pipe.send_bytes(pickle.dumps(task))
     result = _collect(workers, timeout_s, timeout_s if grace_s is None else grace_s)
-    result.wall_s = time.monotonic() - started
     if fresh or result.errors:
         _pool.end()
     return result

@@ -351,7 +351,7 @@ def _fails_first_thing() -> None:
 
 
 def test_unknown_option_on_one_rank_ends_all_in_seconds_before_there_is_a_process_group() -> None:
-    result = ranks.outcome(_fails_first_thing, 2, timeout_s=15.0)
+    result = ranks.outcome(_fails_first_thing, 2)
     assert not result.hung, result.errors
     assert {error.type_name for error in result.errors.values()} == {"OptionError"}
     assert len(result.errors) == 2
@@ -478,7 +478,7 @@ def _half_set(missing: list[str], extra: dict[str, str]) -> Refusal:
 def test_half_set_or_senseless_environment_is_refused_by_name(
     missing: list[str], extra: dict[str, str], part: str
 ) -> None:
-    [(kind, message, remedy)] = ranks.run(_half_set, 1, missing, extra, timeout_s=10.0)
+    [(kind, message, remedy)] = ranks.run(_half_set, 1, missing, extra)
     assert kind == "OptionError"
     assert part in message
     assert remedy

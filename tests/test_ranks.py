@@ -57,7 +57,7 @@ def test_hang_ends_at_its_limit_with_the_stacks_and_the_processes_gone() -> None
     result = ranks.outcome(_hang_forever, 2, init=True, timeout_s=3)
     assert result.hung == [0, 1]
     assert "_hang_forever" in result.errors[0].traceback
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 120
     assert not ranks._pool.workers
 
 
