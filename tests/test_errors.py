@@ -95,6 +95,9 @@ OPTIONS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "prefetch": (lambda: {"prefetch": 1}, "OptionError", "prefetch"),
     "checkpoint_activations": (lambda: {"checkpoint_activations": "yes"}, "OptionError", "'yes'"),
     "materialize": (lambda: {"materialize": 3}, "OptionError", "materialize"),
+    "device": (lambda: {"device": "gpu"}, "OptionError", "'gpu'"),
+    "device that nothing computes on": (lambda: {"device": "meta"}, "OptionError", "'meta'"),
+    "device that is not there": (lambda: {"device": "cuda:9"}, "OptionError", "'cuda:9'"),
     "mesh type": (lambda: {"mesh": "all"}, "OptionError", "'all'"),
     "mesh of two axes": (lambda: {"mesh": _mesh((1, 2), ("a", "b"))}, "OptionError", "2 axes"),
     "hybrid on other axes": (

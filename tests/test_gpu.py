@@ -269,6 +269,41 @@ def test_compiled_blocks_train_as_eager_ones_do() -> None:
     assert compiled == pytest.approx(eager, rel=2e-3)
 
 
+def _from_the_host() -> dict[str, object]:
+    import torch.distributed as dist
+
+    import fullshard as fs
+
+    _deterministic()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Net()
+    model.register_buffer("steps", torch.arange(4))
+    model.blocks[0].register_buffer("same", model.steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    fs.shard(model, device="cuda")
+    return {
+        "peak": torch.cuda.max_memory_allocated() / whole_bytes,
+        "devices": {t.device for t in (*model.parameters(), *model.buffers())},
+        "still one": model.steps is model.blocks[0].same,
+        "optimizer": [id(p) for p in optimizer.param_groups[0]["params"]]
+        == [id(p) for p in model.parameters()],
+        "trained": (*_train(model, dist.get_rank()), _whole(model)),
+    }
+
+
+def test_model_on_the_host_goes_to_the_card_unit_by_unit() -> None:
+    found = ranks.run(_from_the_host, 4, fresh=True, timeout_s=120)
+    losses = [sum(values) / 4 for values in zip(*(f["trained"][0] for f in found), strict=True)]
+    _assert_close((losses, *found[0]["trained"][1:]), ranks.run(_reference_on_rank, 1, 4, timeout_s=200)[0])
+    for each in found:
+        assert each["peak"] < 0.7, "a quarter at rest, and one unit at a time"
+        assert each["devices"] == {torch.device("cuda", 0)}
+        assert each["still one"]
+        assert each["optimizer"]
+
+
 def _meta() -> tuple[set[str], float]:
     import fullshard as fs
 

@@ -45,9 +45,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _net() -> Net:
+def _net(device: str = "cuda") -> Net:
     torch.manual_seed(0)
-    return Net().cuda()
+    return Net().to(device)
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
@@ -79,12 +79,16 @@ def _through_torchs_signatures(world: int, rank: int) -> list[list[float]]:
     from fullshard.torch_fsdp.wrap import ModuleWrapPolicy
 
     mine = [_batch(step, rank) for step in range(3)]
-    second = _net()
-    for block in second.blocks:
-        fully_shard(block)
-    fully_shard(second)
-    first = FullyShardedDataParallel(_net(), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    return [_train(second, mine), _train(first, mine)]
+    norms = []
+    for device in ("cuda", "cpu"):  # torch's moves a model to the device of the mesh, or to device_id
+        second = _net(device)
+        for block in second.blocks:
+            fully_shard(block)
+        fully_shard(second)
+        where = {"device_id": 0} if device == "cpu" else {}
+        first = FullyShardedDataParallel(_net(device), auto_wrap_policy=ModuleWrapPolicy({Block}), **where)
+        norms += [_train(second, mine), _train(first, mine)]
+    return norms
 
 
 def _signatures() -> tuple[list[float], list[list[float]]]:
@@ -153,7 +157,7 @@ def test_units_stay_full_on_a_gpu_as_long_as_inference_lasts() -> None:
         assert said["grew"] >= 0.9 * said["bytes"] > 0
 
 
-def _llama() -> Any:
+def _llama(device: str = "cuda") -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -161,7 +165,7 @@ def _llama() -> Any:
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).cuda().eval()
+    return LlamaForCausalLM(config).to(device).eval()
 
 
 def _generates() -> tuple[list[int], list[int]]:
@@ -259,7 +263,7 @@ def _trainer(folder: str, sharded: bool) -> list[tuple[float, float]]:
         disable_tqdm=True,
         **({"fsdp": "full_shard auto_wrap"} if sharded else {}),
     )
-    trainer = Trainer(model=_llama().train(), args=args, train_dataset=data)
+    trainer = Trainer(model=_llama("cpu").train(), args=args, train_dataset=data)
     trainer.train()
     if sharded:
         trainer.save_model(f"{folder}/final")
@@ -293,6 +297,7 @@ def _lightning(folder: str, sharded: bool) -> list[float]:
             self.net = Net()
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            assert self.device == batch[0].device  # what a step makes tensors on
             return self.net(batch[0]).square().mean()
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:

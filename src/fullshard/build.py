@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             live.append(_live(index, unit, planned, lanes))
             _show_resting(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
+        _move_rest(model, comm.device, undo)
         for buffer in map(tensor_parallel.local_of, model.buffers()):
             comm.same_beside([buffer])
             comm.from_first(buffer)
@@ -76,6 +78,20 @@ def _fill(unit: Unit, materializer: Materializer, comm: Comm) -> None:
 
 def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None:
     _together(comm, materializer, list(model.modules()))
+
+
+def _move_rest(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
+    """Buffers and ignored parameters follow the shards to their device."""
+    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                undo.append(partial(operator.setitem, module._buffers, name, buffer))
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+    for parameter in model.parameters():
+        if parameter.device != device:
+            undo.append(partial(setattr, parameter, "data", parameter.data))
+            parameter.data = parameter.data.to(device)
 
 
 def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) -> None:

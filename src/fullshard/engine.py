@@ -40,6 +40,7 @@ def shard(
     ignore: Any = (),
     initial: str = "broadcast",
     materialize: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | str | int | None = None,
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
@@ -57,6 +58,8 @@ def shard(
     ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
     initial: 'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.
     materialize: for a meta-device model, a function that initialises one module's own tensors.
+    device: where shards and buffers go, unit by unit, so that no device holds the whole of a model that was
+        built on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
@@ -81,6 +84,7 @@ def shard(
             checkpoint_activations=checkpoint_activations,
             initial=initial,
             materialize=materialize,
+            device=device,
             check_gradients=check_gradients,
             prefetch=prefetch,
             keep_full=keep_full,
@@ -136,7 +140,12 @@ def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[to
 
 
 def _look_at(model: nn.Module, said: Options, grid: torch.Tensor) -> _Found:
-    device = world.compute_device(_model_device(model))
+    device = world.compute_device(said.device or _model_device(model))
+    if tensor_parallel.mesh_of(model) is not None and device != _model_device(model):
+        raise OptionError(
+            f"device={str(device)!r} for a tensor-parallel model on {_model_device(model)}",
+            "Leave out device: such a model is where its mesh is.",
+        )
     _refuse_unfit(model)
     said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
     return _Found(device, grid, said, find_units(model, said))

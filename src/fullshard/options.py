@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard import precision as _precision
@@ -39,6 +40,7 @@ class Options:
     prefetch: bool
     across: str  # what hybrid does with the shards of a node: the same on every node, or cut once more
     reduce: str  # 'auto' until the ranks are known
+    device: torch.device | None  # None: the model's own
     on_gpu: bool  # where the shards will be; small means something else there
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
 
@@ -84,6 +86,7 @@ def parse(
     across: str = "replicate",
     reduce: str = "auto",
     keep_full: int | str | None = None,
+    device: torch.device | str | int | None = None,
     on_gpu: bool = False,
 ) -> Options:
     _one_of("strategy", strategy, STRATEGIES)
@@ -116,6 +119,7 @@ def parse(
         across=across,
         reduce=reduce,
         keep_full=_keep_full(keep_full),
+        device=_device(device),
         on_gpu=on_gpu,
     )
 
@@ -133,6 +137,23 @@ def _keep_full(value: Any) -> int | None:
     raise OptionError(
         f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
     )
+
+
+def _device(value: Any) -> torch.device | None:
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or isinstance(value, bool):
+        raise OptionError(
+            f"device is {value!r}", "Give 'cpu', 'cuda' or 'cuda:N'."
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise OptionError(f"device is {value!r}, and this process sees {count} GPUs", "Choose another.")
+    return device
 
 
 def _units(units: Any) -> UnitChoice:

@@ -62,15 +62,17 @@ def fill_in(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def compute_device(model_device: torch.device) -> torch.device:
-    """Where shards live: the model's own device; a meta model goes to this rank's GPU, or the CPU."""
-    if model_device.type == "meta":
-        if torch.cuda.is_available():
-            return torch.device("cuda", launch().local_rank % torch.cuda.device_count())
-        return torch.device("cpu")
-    if model_device.type == "cuda" and model_device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return model_device
+def compute_device(device: torch.device) -> torch.device:
+    """Where shards live, for the device of a model: a meta model goes to this rank's GPU, or the CPU.
+
+    'cuda' alone is this rank's GPU too. Not the current one, as torch has it: where nobody has set that, all
+    ranks of a host would take the first.
+    """
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", launch().local_rank % torch.cuda.device_count())
+    return device
 
 
 def cores() -> int:

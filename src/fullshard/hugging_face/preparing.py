@@ -23,10 +23,8 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
     if is_sharded(model):
         return model
     said = asked.shard_arguments(accelerator, model)
-    if not any(p.is_meta for p in model.parameters()):
-        model.to(accelerator.device)
     asked.cast_buffers(accelerator.state.fsdp_plugin, model)
-    shard(model, **said)
+    shard(model, device=accelerator.device, **said)
     for module in model.modules():
         if hasattr(type(module), "generate"):
             module.__dict__["_is_fsdp_managed_module"] = True  # ranks go on generating until all are done

@@ -19,7 +19,6 @@ from fullshard.lightning.precisions import engine_precision
 from fullshard.lightning.sharding import (
     Place,
     ShardOptions,
-    move,
     refuse_checkpoint_io,
     shard_module,
     split,
@@ -72,7 +71,11 @@ class FabricSide(_Base):
         return Root(module)
 
     def module_to_device(self, module: nn.Module) -> None:
-        move(inner(module), self.root_device)
+        """But for what is on meta: that gets its memory unit by unit, sharded. So does all of a model that
+        is set up with `move_to_device=False`."""
+        plain = inner(module)
+        if "_fullshard" not in plain.__dict__:
+            plain._apply(lambda t: t if t.is_meta else t.to(self.root_device))  # type: ignore[no-untyped-call, unused-ignore]
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """`fabric.init_module(empty_init=True)` builds on meta: memory comes unit by unit, in setup."""

@@ -112,7 +112,7 @@ def shard_module(module: nn.Module, ours: dict[str, Any], precision: Precision, 
         options["mesh"] = _mesh(inside, place)
     if options.get("units") is None and not getattr(module, "automatic_optimization", True):
         options["units"] = _called_alone(module, options, precision)
-    engine.shard(module, precision=precision, **options)
+    engine.shard(module, precision=precision, device=place.device, **options)
     end_groups_at_exit()
 
 
@@ -172,9 +172,3 @@ def _refuse_other_options(module: nn.Module, made: Any, ours: dict[str, Any], pr
                 f"strategy asks for {asked[name]!r}",
                 "Use the same options, or build the module anew.",
             )
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """To the device, but for what is on meta: that gets its memory unit by unit, sharded."""
-    if "_fullshard" not in module.__dict__:
-        module._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]

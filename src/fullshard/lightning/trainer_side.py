@@ -27,7 +27,6 @@ from fullshard.lightning.precisions import engine_precision, is_mixed
 from fullshard.lightning.sharding import (
     Place,
     ShardOptions,
-    move,
     refuse_checkpoint_io,
     shard_module,
     split,
@@ -77,8 +76,8 @@ class TrainerSide(_Base):
         precision = engine_precision(self.precision_plugin, self._ours.get("precision"))
         if "_fullshard" not in module.__dict__:
             self.precision_plugin.convert_module(module)
-        self.model_to_device()
         shard_module(module, self._ours, precision, Place(self.root_device, self.world_size))
+        self.model_to_device()  # it is there, but a LightningModule's `device` is what its `to` was told last
         if trainer.state.fn == _FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -105,9 +104,6 @@ class TrainerSide(_Base):
                     "was made before sharding",
                     "Average the shards in a callback of your own: on each rank, element by element.",
                 )
-
-    def model_to_device(self) -> None:
-        move(self._module, self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

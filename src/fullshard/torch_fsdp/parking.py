@@ -1,9 +1,7 @@
-"""Values on their way into a model that is sharded elsewhere than it was built.
+"""A model that only rank 0 has read, the others being on the meta device, with `sync_module_states=True`.
 
-Two habits of scripts: a model on the host with `device_id=` a GPU, and a model that only rank 0 has read, the
-others being on the meta device, with `sync_module_states=True`. In both the engine is shown a meta-device
-model. It gives memory to one unit at a time, and asks for values: they are copied from where they were
-parked. So no device holds the whole model, and no host but the first rank's.
+The engine is shown a meta-device model. It gives memory to one unit at a time, and asks for values: they are
+copied from where they were parked. So no device holds the whole model, and no host but the first rank's.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fullshard import agreements, collectives, world
-from fullshard.errors import OptionError
+from fullshard import agreements, collectives
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
@@ -23,8 +20,6 @@ _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 class Said(Protocol):
     @property
     def mesh(self) -> Any: ...
-    @property
-    def device(self) -> torch.device | None: ...
     @property
     def synchronise(self) -> bool: ...
 
@@ -42,33 +37,16 @@ class Parked:
         self.materialize: Callable[[nn.Module], Any] | None = None
 
     def place(self, said: Said, initialize: Callable[[nn.Module], Any] | None, hybrid: bool) -> None:
-        """Make the model ready for the engine: on one device, or on meta with values to come."""
+        """Make the model ready for the engine: as it is, or on meta with values to come."""
         self._given = self.materialize = initialize
         agreements.start()
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        on_meta, real = any(t.is_meta for t in tensors), {t.device for t in tensors if not t.is_meta}
-        if said.synchronise:
-            grid = collectives.rank_grid(said.mesh, hybrid)
-            flags = agreements.tell_first(on_meta, grid)
-            if any(flags) and not all(flags):
-                self._zeros = on_meta and not flags[0]
-                self._park()
-                return
-        if said.device is None or not real or real == {said.device}:
+        if not said.synchronise:
             return
-        self._refuse_elsewhere(real, said.device)
-        if not on_meta and said.device == world.compute_device(torch.device("meta")):
+        on_meta = any(t.is_meta for t in (*self._module.parameters(), *self._module.buffers()))
+        flags = agreements.tell_first(on_meta, collectives.rank_grid(said.mesh, hybrid))
+        if any(flags) and not all(flags):
+            self._zeros = on_meta and not flags[0]
             self._park()
-        else:
-            self._module.to(said.device)
-
-    def _refuse_elsewhere(self, real: set[torch.device], device: torch.device) -> None:
-        strange = sorted(str(d) for d in real if d.type != "cpu" and d != device)
-        if strange:
-            raise OptionError(
-                f"device_id is {device}, but the module lies on {', '.join(strange)}",
-                "Move it there first, or leave it on the CPU.",
-            )
 
     def _park(self) -> None:
         """The model as if built on meta; the parameters stay the objects they are."""

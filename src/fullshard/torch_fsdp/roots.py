@@ -168,7 +168,12 @@ def _shard(root: Wrapper) -> None:
         if len(ignore) < len(parameters):
             parked.place(root.said, wanted.initialize, wanted.options["strategy"] == "hybrid")
             engine.shard(
-                module, units=wanted.units, ignore=ignore, materialize=parked.materialize, **wanted.options
+                module,
+                units=wanted.units,
+                ignore=ignore,
+                materialize=parked.materialize,
+                device=root.said.device,
+                **wanted.options,
             )
     except BaseException:
         parked.restore()

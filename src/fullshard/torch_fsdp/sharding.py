@@ -98,9 +98,9 @@ def build(root: nn.Module, materialize: Any = None) -> None:
         ignored = [p for p in own_parameters(root) if any(p in m.asked.ignored for m in marks)]
         sharded = {id(p) for p in own_parameters(root)} - {id(p) for p in ignored}
         if sharded:
-            _move(root, wants.mesh)
             shard(
                 root,
+                device=_device(root, wants.mesh),
                 strategy=wants.strategy,
                 across=wants.across,
                 mesh=wants.mesh,
@@ -316,11 +316,10 @@ def _default_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _move(root: nn.Module, mesh: DeviceMesh | None) -> None:
-    """torch's moves a model to the mesh's device. All of it at once here: build large ones on meta."""
+def _device(root: nn.Module, mesh: DeviceMesh | None) -> torch.device | None:
+    """torch's moves a model to the mesh's device; one that is there stays where it is."""
     device = _default_device()
     if mesh is not None and mesh.device_type != device.type:
         device = torch.device(mesh.device_type)
     tensors = (*own_parameters(root), *root.buffers())
-    if any(t.device.type not in (device.type, "meta") for t in tensors):
-        root.to(device)
+    return device if any(t.device.type not in (device.type, "meta") for t in tensors) else None
