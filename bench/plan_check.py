@@ -1,11 +1,14 @@
 """What `fullshard plan` predicts beside what CUDA allocates: a few presets with few layers, one device.
 
     python bench/plan_check.py                    # a world of one
+    python bench/plan_check.py --transformers     # transformers' own models of the same dimensions
     python bench/plan_check.py --ranks 8          # one rank of a simulated cluster
     python bench/plan_check.py --device cpu --sizes smollm2-135m --sequence 128   # does it run at all
 
-The measured model is planning's own decoder with values, or with --transformers the real one. Predicted and
-measured are peaks of allocated memory (torch.cuda.max_memory_allocated), everything at rest included.
+The measured model is planning's own decoder with values, or with --transformers the real one; then there are
+two predictions, by the size's name and by a config.json. The loop keeps what the model returns, as people
+write it. Predicted and measured are peaks of allocated memory (torch.cuda.max_memory_allocated), everything
+at rest included.
 """
 
 from __future__ import annotations
@@ -25,37 +28,34 @@ from fullshard.planning.answers import Question, answer
 from fullshard.planning.decoder import Decoder
 from fullshard.planning.needs import Need
 from fullshard.planning.sizes import SIZES, Shape
-from fullshard.planning.subjects import Batch, _decoder
+from fullshard.planning.subjects import Batch, Subject, decoder, hugging_face
 
 CASES = [("zero3", False), ("zero3", True), ("zero2", False), ("replicate", False)]
 
 
-def fill(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        if name == "bias":
-            parameter.data.zero_()
-        elif parameter.dim() > 1:
-            parameter.data.normal_(std=0.02)
-        else:
-            parameter.data.fill_(1.0)
+def config(shape: Shape) -> dict[str, Any]:
+    """Of Llama's and Qwen3's kind."""
+    return {
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_heads,
+        "head_dim": shape.size_of_head,
+        "intermediate_size": shape.feed,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+        "use_cache": False,
+    }
 
 
 def transformers_model(shape: Shape) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.width,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        head_dim=shape.size_of_head,
-        intermediate_size=shape.feed,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.context,
-        tie_word_embeddings=shape.tied,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    kind = AutoConfig.for_model(**config(shape))
+    model: nn.Module = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    return model
 
 
 @contextlib.contextmanager
@@ -75,38 +75,55 @@ def measured(shape: Shape, strategy: str, recompute: bool, said: argparse.Namesp
     device = torch.device(said.device)
     with cluster(said.ranks, device), device:
         torch.manual_seed(0)
-        model = transformers_model(shape) if said.transformers else Decoder(shape)
-        if not said.transformers:
-            model.apply(fill)
+        table = replace(shape, context=said.sequence)
+        model = transformers_model(shape).train() if said.transformers else Decoder(table)
         fs.shard(model, strategy=strategy, precision="bf16", checkpoint_activations=recompute)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        tokens = torch.randint(0, shape.vocabulary, (said.batch, said.sequence))
+        tokens = torch.randint(0, shape.vocabulary, (said.batch, said.sequence + (not said.transformers)))
+        out: Any = None
         for step in range(4):
             if step == 2 and device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            loss: Any = model(input_ids=tokens, labels=tokens) if said.transformers else model(tokens)
-            (loss.loss if said.transformers else loss).backward()
-            del loss
+            out = model(input_ids=tokens, labels=tokens) if said.transformers else model(tokens)
+            (out.loss if said.transformers else out[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    del model, optimizer, tokens
+    del model, optimizer, tokens, out
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return peak
 
 
-def predicted(shape: Shape, strategy: str, recompute: bool, said: argparse.Namespace) -> Need:
-    question = Question(
-        ranks=said.ranks,
-        memory_bytes=2**50,
-        strategies=(strategy,),
-        recompute=recompute,
-        on_gpu=said.device != "cpu",
-    )
-    return answer(_decoder("decoder", shape, Batch(said.batch, said.sequence)), question).needs[0]
+def predicted(subject: Subject, said: argparse.Namespace) -> list[Need]:
+    """By case; what needs no recomputation is one trace."""
+    found: dict[tuple[str, bool], Need] = {}
+    for again in (False, True):
+        question = Question(
+            ranks=said.ranks,
+            memory_bytes=2**50,
+            strategies=tuple(strategy for strategy, recompute in CASES if recompute == again),
+            recompute=again,
+            on_gpu=said.device != "cpu",
+        )
+        found |= {(need.strategy, again): need for need in answer(subject, question).needs}
+    return [found[case] for case in CASES]
+
+
+def compare(name: str, said: argparse.Namespace) -> None:
+    shape, batch = replace(SIZES[name], layers=said.layers), Batch(said.batch, said.sequence)
+    plans = [predicted(decoder(name, shape, batch), said)]
+    if said.transformers:
+        plans.append(predicted(hugging_face(name, config(shape), batch), said))
+    for position, (strategy, recompute) in enumerate(CASES):
+        peak = measured(shape, strategy, recompute, said)
+        cells = [f"{name:<16}{strategy:<11}{'yes' if recompute else 'no':<7}{peak / 2**20:9.0f}"]
+        for plan in plans:
+            ratio = f"{plan[position].peak / peak:7.3f}" if peak else "      -"
+            cells.append(f"{plan[position].peak / 2**20:11.0f}{ratio}")
+        print("".join(cells), "", plans[0][position].moment, flush=True)
 
 
 def main() -> None:
@@ -126,19 +143,11 @@ def main() -> None:
     print(
         f"{said.layers} layers, {said.ranks} ranks, {said.batch} x {said.sequence} tokens, bf16, AdamW; MiB"
     )
-    print(
-        f"{'size':<16}{'strategy':<11}{'again':<7}{'predicted':>10}{'measured':>10}{'ratio':>7}  worst moment"
-    )
+    by_config = f"{'by config':>11}{'ratio':>7}" if said.transformers else ""
+    head = f"{'size':<16}{'strategy':<11}{'again':<7}{'measured':>9}{'by name':>11}{'ratio':>7}{by_config}"
+    print(f"{head}  worst moment")
     for name in said.sizes:
-        shape = replace(SIZES[name], layers=said.layers)
-        for strategy, recompute in CASES:
-            planned = predicted(shape, strategy, recompute, said)
-            peak = measured(shape, strategy, recompute, said)
-            ratio = f"{planned.peak / peak:7.3f}" if peak else "      -"
-            row = f"{name:<16}{strategy:<11}{'yes' if recompute else 'no':<7}"
-            print(
-                f"{row}{planned.peak / 2**20:10.0f}{peak / 2**20:10.0f}{ratio}  {planned.moment}", flush=True
-            )
+        compare(name, said)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import fullshard as fs
 import ranks
 from fullshard import cli
 from fullshard.errors import OptionError
-from fullshard.planning import sizes
+from fullshard.planning import sizes, subjects
 from fullshard.planning.answers import Answer, Question, answer
 from fullshard.planning.decoder import Decoder, num_parameters
 from fullshard.planning.needs import OPTIMIZERS
@@ -66,17 +67,22 @@ PUBLISHED = {  # parameters, as the models' own pages count them
     "smollm2-1.7b": 1_711_376_384,
     "tinyllama-1.1b": 1_100_048_384,
 }
-SHORT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
-SHORT |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64, "head_dim": 16}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": SHORT,
-    "mistral": SHORT,
-    "mixtral": SHORT | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2": {key: value for key, value in SHORT.items() if key != "head_dim"},
-    "qwen3": SHORT | {"tie_word_embeddings": True},
-    "gemma": SHORT,
-    "gemma2": SHORT,
-    "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 64},
+SHORT = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1024}
+SHORT |= {"num_key_value_heads": 2, "intermediate_size": 512, "max_position_embeddings": 256, "head_dim": 32}
+SHAPE = sizes.Shape(3, 256, 8, 2, 512, 1024, 256)
+# What transformers builds, and the shape by which a size of that kind is planned.
+KINDS: dict[str, tuple[dict[str, Any], sizes.Shape]] = {
+    "llama": (SHORT, SHAPE),
+    "qwen2": (SHORT, replace(SHAPE, qkv_bias=True)),
+    "qwen3": (SHORT | {"tie_word_embeddings": True}, replace(SHAPE, qk_norm=True, tied=True)),
+    "gemma": (SHORT, replace(SHAPE, tied=True, wide_norms=True)),
+    "gemma2": (SHORT, replace(SHAPE, tied=True, wide_norms=True, norms=4, softcap=True)),
+    "phi3": (SHORT | {"pad_token_id": 0}, replace(SHAPE, joint_qkv=True)),
+    "mixtral": (SHORT | {"num_local_experts": 4}, replace(SHAPE, experts=4, experts_used=2)),
+    "gpt2": (
+        {"n_layer": 3, "n_embd": 256, "n_head": 8, "vocab_size": 1024, "n_positions": 256},
+        sizes.gpt2(3, 256, 8, 1024, 256),
+    ),
 }
 
 
@@ -106,16 +112,22 @@ def test_every_size_has_as_many_parameters_as_was_published() -> None:
         assert count(find(name, Batch()).build()) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_config_has_as_many_parameters_as_transformers_builds(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(kind, **CONFIGS[kind])
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(config)
-    assert sizes.from_config(json.loads((tmp_path / "config.json").read_text())) is not None
-    assert count(find(str(tmp_path), Batch()).build()) == count(theirs)
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_is_followed_as_the_model_that_transformers_builds(kind: str) -> None:
+    said, shape = KINDS[kind]
+    batch = Batch(2, 256)
+    theirs = subjects.hugging_face(kind, {"model_type": kind, **said}, batch)
+    mine = subjects.decoder(kind, shape, batch)
+    assert count(mine.build()) == count(theirs.build())
+    for recompute in (False, True):
+        question = Question(ranks=64, memory_bytes=2**40, recompute=recompute)
+        found, real = answer(mine, question), answer(theirs, question)
+        assert found.returned_bytes == real.returned_bytes
+        if not recompute:
+            assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.03)
+        more = 0.08 if kind == "mixtral" else 0.01  # how many tokens each expert gets is assumed
+        for one, other in zip(found.needs, real.needs, strict=True):
+            assert -0.01 < one.peak / other.peak - 1 < more, (recompute, one.strategy)
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "llama_3_8b", "llama3-8b", "llama-3.1-8b"])
@@ -214,6 +226,28 @@ def test_hybrid_is_counted_by_the_ranks_of_a_node() -> None:
     assert hybrid.rest == _need(subject, "zero3", ranks=2).rest
 
 
+def test_hybrid_sends_between_nodes_what_a_simulated_cluster_sends() -> None:
+    from fullshard.simulation.models import decoder
+    from fullshard.simulation.network import Link, Network
+    from fullshard.simulation.run import Scenario, simulate
+
+    shape = replace(RUN, layers=2)
+    network = Network(8, Link(1e12), 4, Link(1e12))
+    scenario = Scenario(
+        decoder("own", replace(shape, fused=True), 64),
+        network,
+        torch.device("cpu"),
+        strategy="hybrid",
+        steps=2,
+    )
+    figures = simulate(scenario, "fullshard").figures
+    assert figures is not None
+    planned = _need(
+        subjects.decoder("own", shape, Batch(1, 64)), "hybrid", ranks=8, node_ranks=4, on_gpu=False
+    )
+    assert planned.sent_bytes == pytest.approx(figures.sent_bytes, rel=0.01)
+
+
 def test_accumulation_piles_up_whole_gradients_where_the_strategy_does() -> None:
     subject = find("gpt2", Batch(1, 64))
     for strategy, more in (("zero1", 1), ("zero2", 0)):
@@ -239,35 +273,20 @@ def test_kind_that_is_not_built_here_is_built_by_transformers(tmp_path: Path) ->
     assert found["strategies"]["zero3"]["activation_bytes"] > 2 * 32 * 64 * 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"])
-def test_config_that_leaves_out_heads_has_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    said = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 16, "intermediate_size": 96}
-    if kind in ("qwen2", "qwen3", "gemma"):
-        said["num_attention_heads"] = 32  # a multiple of the key heads that these have by themselves
-    said["vocab_size"] = 128
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **said}))
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **said))
-    assert asked(str(tmp_path), "--ranks", "2", "--sequence", "8")[1]["parameters"] == count(theirs)
+def test_config_without_transformers_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHORT}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = main(str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "pip install 'fullshard[hf]'" in err
 
 
-def test_decoder_saves_what_transformers_saves(tmp_path: Path) -> None:
-    """The same shape, followed through our decoder and through transformers' own model."""
-    from transformers import AutoConfig
-
-    from fullshard.planning import subjects
-
-    config = AutoConfig.for_model("llama", **SHORT | {"vocab_size": 64, "num_hidden_layers": 4})
-    config.save_pretrained(tmp_path)
-    read = json.loads((tmp_path / "config.json").read_text())
-    theirs = subjects._hugging_face("theirs", read, Batch(2, 64))
-    for recompute in (False, True):
-        question = Question(ranks=2, memory_bytes=2**40, recompute=recompute)
-        mine, other = (answer(one, question) for one in (find(str(tmp_path), Batch(2, 64)), theirs))
-        assert mine.saved_bytes == pytest.approx(other.saved_bytes, rel=0.02)
-        assert mine.needs[-1].peak == pytest.approx(other.needs[-1].peak, rel=0.02)
+def test_folder_that_is_no_model_hides_no_size_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert asked("gpt2", "--sequence", "64")[1]["parameters"] == PUBLISHED["gpt2"]
 
 
 OWN = """
@@ -291,8 +310,21 @@ class Looks(Net):
 def make():
     return Net(), torch.randn(16, 64)
 
+class Shows(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(256, 1024))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        seen = self.drop(x.repeat(64, 64) + self.blocks[0][0].bias[0])
+        return super().forward(x) + seen.sum() * 0, seen
+
 def looking():
     return Looks(), torch.randn(16, 64)
+
+def showing():
+    return Shows(), torch.randn(16, 64)
 """
 
 
@@ -304,6 +336,21 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
     assert found["parameters"] == 3 * (64 * 64 + 64)
     # The batch; ReLU keeps its output, which is the next Linear's input; square keeps the last.
     assert found["block_activation_bytes"] == 4 * 16 * 64 * 4
+    assert found["returned_bytes"] == 512  # the loss alone
+
+
+def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    more = ("--ranks", "2", "--precision", "fp32", "--memory", "1GiB", "--optimizer", "sgd")
+    _, bare = asked(f"{tmp_path}/own.py:make", *more)
+    code, found = asked(f"{tmp_path}/own.py:showing", *more)
+    assert code == 0
+    returned = 4 * (16 * 64) * (64 * 64)
+    assert found["returned_bytes"] == returned + 512
+    kept = found["block_activation_bytes"] - bare["block_activation_bytes"]
+    assert kept == pytest.approx(4 * 256 * 1024 + returned // 4 + returned, abs=4096)
+    out = main(f"{tmp_path}/own.py:showing", *more)[1]
+    assert "What the model returns beside the loss (0.016) counts" in out
 
 
 @pytest.mark.parametrize(
@@ -316,6 +363,9 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
         (("{text}",), "cannot be read"),
         (("{nameless}",), "names no model_type"),
         (("{unknown}",), "knows no model_type 'frobnicator'"),
+        (("{translates}",), "'t5' is no causal language model that transformers can build. Give FILE.py"),
+        (("{words}",), "the config is refused: "),
+        (("{quantised}",), "quantization_config"),
         (("{own}:looking",), "does not run without values"),
         (("{own}:make", "--batch", "2"), "decides its own batch"),
         (("{own}:nothing",), "cannot be loaded"),
@@ -327,9 +377,11 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
         (("gpt2", "--strategy", "zero4"), "zero3"),
         (("gpt2", "--strategy", "hybrid"), "--node-ranks"),
         (("gpt2", "--node-ranks", "3"), "nodes divide"),
+        (("gpt2", "--node-ranks", "2", "--strategy", "zero3"), "matter to hybrid alone"),
         (("gpt2", "--precision", "int4"), "bf16"),
         (("gpt2", "--optimizer", "muon"), "adamw"),
         (("gpt2", "--sequence", "2048"), "positions for 1024"),
+        (("{learned}", "--sequence", "65"), "positions for 64 tokens, not for 65"),
         (("gpt2", "--batch", "0"), "at least 1 sequence"),
         (("gpt2", "--spare", "100"), "percent"),
     ],
@@ -339,9 +391,17 @@ def test_wrong_request_is_one_line_with_its_remedy(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "own.py").write_text(OWN)
-    for name, text in (("text", "no json"), ("nameless", "{}"), ("unknown", '{"model_type": "frobnicator"}')):
+    learned = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64}
+    texts = {"text": "no json", "nameless": "{}", "unknown": '{"model_type": "frobnicator"}'}
+    texts |= {
+        "learned": json.dumps(learned),
+        "translates": '{"model_type": "t5"}',
+        "words": '{"model_type": "llama", "hidden_size": "big"}',
+        "quantised": '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
+    }
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    places = {name: tmp_path / name for name in ("empty", "text", "nameless", "unknown")}
+    places = {name: tmp_path / name for name in (*texts, "empty")}
     code, out, err = main(*(one.format(**places, own=tmp_path / "own.py") for one in arguments))
     assert (code, out) == (2, "")
     assert err.startswith("fullshard: ")
@@ -364,11 +424,11 @@ def test_list_as_json_has_the_parameters_of_every_size() -> None:
 def test_planning_leaves_torchs_functions_as_they_were() -> None:
     import torch.nn.functional as F
 
-    before = F.scaled_dot_product_attention, F.linear
+    before = F.scaled_dot_product_attention, F.linear, F.dropout
     subject = find("gpt2", Batch(1, 8))
     with pytest.raises(OptionError, match="does not run without values"):
-        answer(replace(subject, loss_of=lambda _: torch.zeros(1)[5]), Question(memory_bytes=GIB))
-    assert before == (F.scaled_dot_product_attention, F.linear)
+        answer(replace(subject, run=lambda _: (torch.zeros(1)[5], None)), Question(memory_bytes=GIB))
+    assert before == (F.scaled_dot_product_attention, F.linear, F.dropout)
 
 
 def _need(subject: Subject, strategy: str, **said: Any) -> Any:
@@ -379,7 +439,7 @@ def _need(subject: Subject, strategy: str, **said: Any) -> Any:
 
 # --- beside a real run ------------------------------------------------------------------------------------
 
-SHAPE = sizes.Shape(4, 256, 8, 4, 704, 4096, 512)
+RUN = sizes.Shape(4, 256, 8, 4, 704, 4096, 512)
 CASES = [
     ("own", "zero3", "fp32", False),
     ("own", "zero3", "bf16", True),
@@ -393,10 +453,7 @@ CASES = [
 def _model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "own":
-        model: nn.Module = Decoder(SHAPE)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        return model
+        return Decoder(RUN)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -412,11 +469,11 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
 
     model = fs.shard(_model(kind), strategy=strategy, precision=precision, checkpoint_activations=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, SHAPE.vocabulary, (2, 256))
+    tokens = torch.randint(0, RUN.vocabulary, (2, 257 if kind == "own" else 256))
 
     def backward() -> None:
-        loss = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        out = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens)
+        (out[0] if kind == "own" else out.loss).backward()
 
     for _ in range(2):
         backward()
@@ -437,12 +494,10 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
 
 
 def _beside(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, tuple[int, int]]]:
-    from fullshard.planning.subjects import _decoder
-
     found = []
     for kind, strategy, precision, recompute in cases:
         said = {"precision": precision, "recompute": recompute, "ranks": 1, "on_gpu": False}
-        planned = _need(_decoder("decoder", SHAPE, Batch(2, 256)), strategy, **said)
+        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 256)), strategy, **said)
         found.append((planned, _measured(kind, strategy, precision, recompute)))
     return found
 
@@ -452,4 +507,4 @@ def test_plan_is_near_what_a_run_allocates() -> None:
     (found,) = ranks.run(_beside, 1, CASES, timeout_s=200)
     for case, (planned, (rest, step)) in zip(CASES, found, strict=True):
         assert planned.rest == rest, case
-        assert planned.peak - planned.rest == pytest.approx(step, rel=0.1), case
+        assert -0.01 < (planned.peak - planned.rest) / step - 1 < 0.05, case

@@ -20,7 +20,7 @@ from fullshard import engine
 from fullshard.errors import OptionError
 from fullshard.simulation.group import Cluster, joined
 from fullshard.simulation.measure import measure
-from fullshard.simulation.models import PRESETS, Shape, decoder, describe
+from fullshard.simulation.models import PRESETS, decoder, describe, gpt
 from fullshard.simulation.network import Link, Network, bandwidth, duration
 from fullshard.simulation.run import Scenario, build
 
@@ -30,7 +30,7 @@ FLAT = Network(8, Link(1e9, 10e-6))
 NODES = Network(16, Link(1e9, 20e-6), 4, Link(1e10, 5e-6))
 SLOW_INSIDE = Network(16, Link(1e10, 20e-6), 4, Link(1e9, 5e-6))
 EVERYBODY, ONE_NODE, ACROSS = range(16), (4, 5, 6, 7), (1, 5, 9, 13)
-TINY = Shape(3, 32, 2, 64, context=16)
+TINY = gpt(3, 32, 2, 64, context=16)
 BLOCK = 4 * 32 * 33 + 2 * 32 * 2 + 2 * 4 * 32 * 32 + 5 * 32  # attention, two norms, feed-forward
 ROOT = 64 * 32 + 16 * 32 + 2 * 32  # tied embedding, positions, last norm
 
@@ -322,12 +322,12 @@ import sys, time
 begun = time.perf_counter()
 import torch
 from fullshard.simulation.group import Cluster, joined
-from fullshard.simulation.models import Shape, decoder
+from fullshard.simulation.models import decoder, gpt
 from fullshard.simulation.network import Link, Network
 from fullshard.simulation.run import Scenario, build
 imported = time.perf_counter()
 count = int(sys.argv[1])
-what = decoder("tiny", Shape(3, 32, 2, 64, context=16), 16)
+what = decoder("tiny", gpt(3, 32, 2, 64, context=16), 16)
 scenario = Scenario(what, Network(count, Link(1e12)), torch.device("cpu"), rank=count - 1)
 with joined(Cluster(scenario.network, scenario.device, scenario.rank)):
     training = build(scenario, "fullshard")
@@ -350,11 +350,12 @@ def test_thousands_of_ranks_start_at_once_and_leave_nothing_behind(count: int) -
 
 def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     import fullshard as fs
+    from fullshard.planning.decoder import Decoder
+    from fullshard.planning.sizes import Shape
     from fullshard.simulation.group import Cluster, joined
-    from fullshard.simulation.models import Decoder, Shape
 
     torch.manual_seed(0)
-    model = Decoder(Shape(6, 32, 2, 64, key_heads=1, feed=64, context=16))
+    model = Decoder(Shape(6, 32, 2, 1, 64, 64, 16, fused=True))
     options = {**said}
     if isinstance(options.get("precision"), dict):
         options["precision"] = fs.Precision(**options["precision"])

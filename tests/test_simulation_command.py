@@ -19,7 +19,7 @@ import torch
 import ranks
 from fullshard import cli
 from fullshard.simulation.group import Cluster, joined
-from fullshard.simulation.models import Shape, decoder
+from fullshard.simulation.models import decoder, gpt
 from fullshard.simulation.network import Link, Network
 from fullshard.simulation.run import Result, Scenario, build
 from fullshard.simulation.timeline import ROOT, ROWS, Timeline, trace
@@ -194,7 +194,7 @@ def test_what_fsdp2_has_not_is_refused(said: tuple[str, ...]) -> None:
 
 
 def _traced(engine: str, said: dict[str, Any], path: str) -> dict[str, Any]:
-    what = decoder("tiny", Shape(3, 32, 2, 64, context=16), 16)
+    what = decoder("tiny", gpt(3, 32, 2, 64, context=16), 16)
     network = Network(8, Link(2e7, 20e-6), *((4, Link(1e9)) if said.get("strategy") == "hybrid" else ()))
     scenario = Scenario(what, network, CPU, precision="fp32", **said)
     with joined(Cluster(network, CPU)) as cluster:

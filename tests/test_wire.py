@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ranks
-from fullshard.simulation.models import Decoder, Shape
+from fullshard.simulation.models import Decoder, gpt
 
 INT8 = {
     "gather": {"gather": torch.int8},
@@ -20,7 +20,7 @@ INT8 = {
 def _net() -> Decoder:
     """A small GPT, whose forward returns the loss."""
     torch.manual_seed(0)
-    return Decoder(Shape(layers=3, width=48, heads=4, vocabulary=64, context=16))
+    return Decoder(gpt(layers=3, width=48, heads=4, vocabulary=64, context=16))
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from fullshard.errors import OptionError
 from fullshard.options import STRATEGIES
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from fullshard.planning.answers import Answer
     from fullshard.planning.needs import Need
     from fullshard.planning.subjects import Subject
@@ -142,11 +144,17 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
     from fullshard.simulation.models import subject
 
     theirs = subject(name, None, 2)
+
+    def run(model: nn.Module) -> tuple[Tensor, Any]:
+        out = theirs.output(model, theirs.batch(META))
+        return theirs.loss_in(out), out
+
     return Subject(
         name,
         lambda: theirs.build().to(META),
-        lambda model: theirs.loss(model, theirs.batch(META)),
+        run,
         "its own batch a rank",
+        "the model that the function returns",
     )
 
 
@@ -180,11 +188,12 @@ def _row(found: Answer, one: Need) -> tuple[str, ...]:
 
 def _print(found: Answer) -> None:
     question = found.question
-    again = ", activations computed again" if question.recompute else ""
+    more = ", activations computed again" if question.recompute else ""
+    more += ", inside fs.accumulate" if question.accumulate else ""
     print(
         f"{found.subject.name}: {found.num_parameters:,} parameters; {question.ranks} ranks of "
         f"{_gib(question.memory_bytes)} GiB; {question.precision}, {question.optimizer}, "
-        f"{found.subject.batch}{again}\nGiB of one rank:\n"
+        f"{found.subject.batch}{more}\nGiB of one rank, from one step of {found.subject.traced}:\n"
     )
     head = (
         "strategy",
@@ -203,8 +212,9 @@ def _print(found: Answer) -> None:
     table(head, [_row(found, one) for one in found.needs], styles, left=(0, 10))
     print(
         f"\nActivations: {_gib(found.saved_bytes)} kept by the blocks, {_gib(found.loss_bytes)} more for "
-        "logits, loss and temporaries.\nFull values, gradients being sent and activations are those of the "
-        f"worst moment. A strategy fits\nif its peak leaves {question.spare:.0%} of the memory."
+        f"logits, loss and temporaries.\n{_returned(found)}Full values, gradients being sent and activations "
+        "are those of the worst moment. A strategy fits\n"
+        f"if its peak leaves {question.spare:.0%} of the memory."
     )
     best = found.best
     if best is not None:
@@ -214,6 +224,15 @@ def _print(found: Answer) -> None:
         )
     else:
         print("\nNothing fits.\n" + "\n".join(found.advice))
+
+
+def _returned(found: Answer) -> str:
+    if found.returned_bytes < 2**20:  # a loss alone
+        return ""
+    return (
+        f"What the model returns beside the loss ({_gib(found.returned_bytes)}) counts until the step is "
+        "over, as with `out = model(...)`;\nwho keeps only the loss has that much more room.\n"
+    )
 
 
 def _as_json(found: Answer) -> dict[str, Any]:
@@ -228,8 +247,12 @@ def _as_json(found: Answer) -> dict[str, Any]:
         "optimizer": question.optimizer,
         "batch": found.subject.batch,
         "checkpoint_activations": question.recompute,
+        "accumulate": question.accumulate,
+        "node_ranks": question.node_ranks,
+        "traced": found.subject.traced,
         "block_activation_bytes": found.saved_bytes,
         "loss_bytes": found.loss_bytes,
+        "returned_bytes": found.returned_bytes,
         "strategies": {
             one.strategy: {
                 "fits": found.fits(one),
@@ -262,8 +285,10 @@ one step of it is followed tensor by tensor. For each strategy it says what a ra
   at the peak  beside that, at the worst moment of a step: full values of the units at
                work, gradients on their way, activations, logits and loss
 
-Attention counts as fused kernels compute it. Dropout, other models on the same device,
-and what your own code keeps are not counted.""",
+A config.json is built by transformers (pip install 'fullshard[hf]'); a size by its name
+is a decoder that computes as transformers does. What the model returns (its logits)
+counts until the step is over, attention as fused kernels compute it where the model
+asks for them. Other models on the same device and what your own code keeps do not count.""",
     """\
 examples:
   fullshard plan --list

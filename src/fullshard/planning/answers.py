@@ -47,6 +47,11 @@ class Question:
         if not 0 <= self.spare < 1:
             raise OptionError(f"{self.spare:.0%} of the memory to spare", "Give 0 to 99 percent.")
         inner = self.node_ranks
+        if inner is not None and "hybrid" not in self.strategies:
+            raise OptionError(
+                f"nodes of {inner} ranks matter to hybrid alone, and it was not asked about",
+                "Leave out --node-ranks, or add --strategy hybrid.",
+            )
         if "hybrid" in self.strategies and inner is None:
             raise OptionError("strategy 'hybrid' shards inside a node", "Give --node-ranks.")
         if inner is not None and (inner < 1 or self.ranks % inner):
@@ -68,9 +73,9 @@ class Question:
             on_gpu=self.on_gpu,
         )
 
-    def sharing(self, strategy: str, ranks: int) -> int:
+    def sharing(self, strategy: str) -> int:
         """Ranks that share one copy."""
-        return self.node_ranks or ranks if strategy == "hybrid" else ranks
+        return self.node_ranks or self.ranks if strategy == "hybrid" else self.ranks
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Answer:
     needs: tuple[Need, ...]
     saved_bytes: int  # activations of the blocks
     loss_bytes: int  # beside them, for logits and loss
+    returned_bytes: int  # of that, what the model returns and its caller keeps
     advice: tuple[str, ...]
 
     def fits(self, one: Need) -> bool:
@@ -98,10 +104,7 @@ class Answer:
 def answer(subject: Subject, question: Question) -> Answer:
     model = subject.build()
     step = _step(model, subject, question)
-    needs = tuple(
-        need(step, question.sharing(strategy, question.ranks), question.options(strategy))
-        for strategy in question.strategies
-    )
+    needs = tuple(_need(step, question, strategy) for strategy in question.strategies)
     found = Answer(
         subject,
         question,
@@ -109,9 +112,15 @@ def answer(subject: Subject, question: Question) -> Answer:
         needs,
         step.saved_bytes,
         max(0, step.activation_peak_bytes - step.saved_bytes),
+        step.trace.returned_bytes,
         (),
     )
     return found if found.best is not None else replace(found, advice=tuple(_advice(found, step)))
+
+
+def _need(step: Step, question: Question, strategy: str) -> Need:
+    sharing = question.sharing(strategy)
+    return need(step, sharing, question.options(strategy), question.ranks // sharing)
 
 
 def _step(model: nn.Module, subject: Subject, question: Question) -> Step:
@@ -119,13 +128,13 @@ def _step(model: nn.Module, subject: Subject, question: Question) -> Step:
     units = find_units(model, said)
     with in_compute_dtype(model, said.precision.compute):
         try:
-            moments = trace(model, units, subject.loss_of, question.recompute)
+            seen = trace(model, units, subject.run, question.recompute)
         except Exception as error:  # a forward that looks at values, of which there are none
             raise OptionError(
                 f"the forward of {subject.name} does not run without values: {type(error).__name__}: {error}",
                 "Plan with a size that `fullshard plan --list` shows, or measure it with fullshard simulate.",
             ) from error
-    return Step(units, moments, question.optimizer, question.on_gpu, question.accumulate)
+    return Step(units, seen, question.optimizer, question.on_gpu, question.accumulate)
 
 
 def _advice(found: Answer, step: Step) -> list[str]:
@@ -151,7 +160,7 @@ def _advice(found: Answer, step: Step) -> list[str]:
         again = replace(question, recompute=True)
         model = found.subject.build()
         other = _step(model, found.subject, again)
-        here = need(other, question.sharing("zero3", question.ranks), again.options("zero3"))
+        here = _need(other, again, "zero3")
         if here.peak <= question.room_bytes:
             lines.append(f"With --checkpoint-activations zero3 fits here: {size(here.peak)} at the peak.")
         else:

@@ -2,7 +2,7 @@
 
 At rest it holds parameters, gradients and optimizer state, as `plan` cuts them. At a moment of a step it
 holds besides: full values of the unit at work, of the next one, of those that are kept; buffers of gradients
-on their way; activations and temporaries, as `tracing` has seen them.
+on their way; activations and temporaries, as `tracing` has seen them; on a GPU, cuBLAS's workspaces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.options import Options
 from fullshard.order import kept_units
 from fullshard.plan import Plan, plan_of
-from fullshard.planning.tracing import Moment, direct_weights
+from fullshard.planning.tracing import Trace, direct_weights
 from fullshard.units import Unit, looks_up_only
 
 # Values that an optimizer keeps for each one of a parameter, and those that its step makes on a GPU, where
@@ -31,6 +31,9 @@ OPTIMIZERS: dict[str, tuple[int, int]] = {
     "sgd-momentum": (1, 0),
     "sgd": (0, 0),
 }
+# cuBLAS's workspaces come from torch's allocator, one for the thread that computes forward and one for
+# backward's: 32 MiB each on Hopper, 8 on older devices.
+WORKSPACE_BYTES = 2 * 32 * 2**20
 _LARGE_BYTES, _IN_FLIGHT = 128 * 2**20, 4  # of `reduction`: exchanges that are under way at a time
 
 
@@ -63,7 +66,7 @@ class Step:
     """A model's units and what one step of it does; the same for every strategy and number of ranks."""
 
     units: Sequence[Unit]
-    moments: Sequence[Moment]
+    trace: Trace
     optimizer: str
     on_gpu: bool
     piles_up: bool = False  # micro-batches inside fs.accumulate
@@ -72,19 +75,24 @@ class Step:
     def saved_bytes(self) -> int:
         """Activations when the last block's forward is over."""
         blocks = {i for i, u in enumerate(self.units) if i and any(any(m.children()) for m in u.modules)}
-        ends = [m.end_bytes for m in self.moments if m.phase == "forward" and m.unit in blocks]
+        ends = [m.end_bytes for m in self.trace.moments if m.phase == "forward" and m.unit in blocks]
         return ends[-1] if ends else 0
 
     @property
     def activation_peak_bytes(self) -> int:
-        return max((moment.peak_bytes for moment in self.moments), default=0)
+        return max((moment.peak_bytes for moment in self.trace.moments), default=0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return WORKSPACE_BYTES if self.on_gpu else 0
 
 
-def need(step: Step, ranks: int, options: Options) -> Need:
-    """`ranks` are those that share one copy: with hybrid, of one node."""
+def need(step: Step, ranks: int, options: Options, replicas: int = 1) -> Need:
+    """`ranks` are those that share one copy: with hybrid, of one node, and `replicas` are its nodes."""
     options = replace(options, on_gpu=step.on_gpu)
     plan = plan_of(step.units, ranks, options)
     kept_values, made_values = OPTIMIZERS[step.optimizer]
+    made_bytes = made_values * plan.gradient_bytes if step.on_gpu else 0
     rest = Need(
         options.strategy,
         ranks,
@@ -93,9 +101,9 @@ def need(step: Step, ranks: int, options: Options) -> Need:
         kept_values * plan.gradient_bytes,
         0,
         0,
-        made_values * plan.gradient_bytes if step.on_gpu else 0,
+        made_bytes + step.trace.buffer_bytes + step.trace.returned_bytes + step.workspace_bytes,
         "the optimizer's step",
-        plan.wire_bytes_per_step,
+        plan.wire_bytes_per_step + round(2 * plan.gradient_bytes * (replicas - 1) / replicas),
     )
     return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
 
@@ -108,14 +116,14 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> list[Need]
         lanes = [lane for unit in plan.units for lane in unit.lanes if lane.trainable]
         pile = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes)
     found = []
-    for position, moment in enumerate(step.moments):
-        name = step.units[moment.unit].name or "the root"
+    turn = [moment.phase for moment in step.trace.moments].index("backward")
+    for position, moment in enumerate(step.trace.moments):
+        name = "the loss" if position == turn else step.units[moment.unit].name or "the root"
         label = f"{moment.phase} of {name}"
         at_peak, at_end = engine.sending(position)
         for sent, live in ((at_peak, moment.peak_bytes), (at_end, moment.end_bytes)):
-            found.append(
-                replace(rest, full=full[position], sending=sent + pile, activations=live, moment=label)
-            )
+            here = replace(rest, full=full[position], sending=sent + pile, moment=label)
+            found.append(replace(here, activations=live + step.workspace_bytes))
     return found
 
 
@@ -123,7 +131,7 @@ class _Engine:
     """Which units are full, and which gradients travel, at each moment."""
 
     def __init__(self, step: Step, plan: Plan, options: Options) -> None:
-        self._moments, self._options = step.moments, options
+        self._moments, self._options = step.trace.moments, options
         self._sizes = [unit.full_bytes for unit in plan.units]
         trained = [[lane for lane in unit.lanes if lane.trainable] for unit in plan.units]
         self._packed = [sum(n.layout.total * n.dtypes.packed.itemsize for n in lanes) for lanes in trained]

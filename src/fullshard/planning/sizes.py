@@ -1,11 +1,11 @@
-"""Well-known decoders by their public dimensions, and the dimensions in a Hugging Face config.json; pure.
+"""Well-known decoders by their public dimensions; pure.
 
 The presets of the simulation are other models: one vocabulary for all, so that sizes can be compared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -23,38 +23,43 @@ class Shape:
     head_size: int = 0  # 0: width / heads
     tied: bool = False  # the head is the embedding
     qkv_bias: bool = False
+    joint_qkv: bool = False  # queries, keys and values are parts of one product
     qk_norm: bool = False
     norms: int = 2  # of a block: before attention and feed-forward, or around them
+    wide_norms: bool = False  # float32 to their end
     experts: int = 0
     experts_used: int = 0  # by a token
     gpt2: bool = False  # LayerNorm, learned positions, biases everywhere, GELU without a gate
+    softcap: bool = False  # scores and logits are kept small by a tanh, which no fused attention computes
+    fused: bool = False  # torch's own kernels for norms and GELU; else written out, as transformers does
 
     @property
     def size_of_head(self) -> int:
         return self.head_size or self.width // self.heads
 
 
+def gpt2(layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024) -> Shape:
+    """Of GPT-2's family."""
+    return Shape(layers, width, heads, heads, 4 * width, vocabulary, context, tied=True, gpt2=True)
+
+
 def _llama(layers: int, width: int, heads: int, key_heads: int, feed: int, **more: Any) -> Shape:
     return Shape(layers, width, heads, key_heads, feed, **{"vocabulary": 128256, "context": 8192, **more})
-
-
-def _gpt2(layers: int, width: int, heads: int) -> Shape:
-    return Shape(layers, width, heads, heads, 4 * width, 50257, 1024, tied=True, gpt2=True)
 
 
 _OLD = {"vocabulary": 32000, "context": 4096}
 _QWEN2 = {"vocabulary": 152064, "context": 32768, "qkv_bias": True}
 _QWEN2_SMALL = {**_QWEN2, "vocabulary": 151936, "tied": True}
 _QWEN3 = {"vocabulary": 151936, "context": 40960, "qk_norm": True, "head_size": 128}
-_GEMMA = {"vocabulary": 256000, "context": 8192, "tied": True, "head_size": 256}
-_GEMMA2 = {**_GEMMA, "norms": 4}
+_GEMMA = {"vocabulary": 256000, "context": 8192, "tied": True, "head_size": 256, "wide_norms": True}
+_GEMMA2 = {**_GEMMA, "norms": 4, "softcap": True}
 _SMOL = {"vocabulary": 49152, "tied": True}
 
 SIZES: dict[str, Shape] = {
-    "gpt2": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt2": gpt2(12, 768, 12),
+    "gpt2-medium": gpt2(24, 1024, 16),
+    "gpt2-large": gpt2(36, 1280, 20),
+    "gpt2-xl": gpt2(48, 1600, 25),
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, **_OLD),
     "llama-2-13b": _llama(40, 5120, 40, 40, 13824, **_OLD),
     "llama-2-70b": _llama(80, 8192, 64, 8, 28672, **_OLD),
@@ -85,28 +90,11 @@ SIZES: dict[str, Shape] = {
     "gemma-2-2b": _llama(26, 2304, 8, 4, 9216, **_GEMMA2),
     "gemma-2-9b": _llama(42, 3584, 16, 8, 14336, **_GEMMA2),
     "gemma-2-27b": _llama(46, 4608, 32, 16, 36864, **{**_GEMMA2, "head_size": 128}),
-    "phi-3-mini": _llama(32, 3072, 32, 32, 8192, vocabulary=32064, context=4096),
+    "phi-3-mini": _llama(32, 3072, 32, 32, 8192, vocabulary=32064, context=4096, joint_qkv=True),
     "smollm2-135m": _llama(30, 576, 9, 3, 1536, **_SMOL),
     "smollm2-360m": _llama(32, 960, 15, 5, 2560, **_SMOL),
     "smollm2-1.7b": _llama(24, 2048, 32, 32, 8192, **_SMOL),
     "tinyllama-1.1b": _llama(22, 2048, 32, 4, 5632, vocabulary=32000, context=2048),
-}
-
-# Kinds of config.json whose blocks are those above. Others are built by transformers.
-_KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "gemma": {"tied": True},
-    "gemma2": {"norms": 4, "tied": True},
-}
-
-# Keys for which transformers has a number of its own if they are left out: it builds such a model itself.
-_UNSAID: dict[str, set[str]] = {
-    "llama": set(),
-    **{kind: {"num_key_value_heads", "head_dim"} for kind in ("qwen3", "gemma", "gemma2")},
 }
 
 
@@ -115,48 +103,3 @@ def known(name: str) -> Shape | None:
     plain = "-".join(name.lower().replace("_", " ").replace("-", " ").split())
     plain = plain.replace("llama3", "llama-3").replace("llama-3.1-", "llama-3-").replace("qwen-", "qwen")
     return SIZES.get(plain) or SIZES.get(plain.replace("qwen2-", "qwen2.5-"))
-
-
-def from_config(config: dict[str, Any]) -> Shape | None:
-    """The shape that a config.json describes; None for a kind that is not built here."""
-    kind = config.get("model_type")
-    if kind == "gpt2":
-        return _from_gpt2(config)
-    if kind not in _KINDS or config.get("attention_bias") or config.get("mlp_bias"):
-        return None
-    if not _UNSAID.get(kind, {"num_key_value_heads"}) <= config.keys():
-        return None
-    try:
-        shape = Shape(
-            layers=config["num_hidden_layers"],
-            width=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            key_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            feed=config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            context=config.get("max_position_embeddings", 2048),
-            head_size=config.get("head_dim") or 0,
-        )
-    except KeyError:
-        return None
-    shape = replace(shape, **_KINDS[kind])
-    if kind == "mixtral":
-        used = config.get("num_experts_per_tok", 2)
-        shape = replace(shape, experts=config.get("num_local_experts", 8), experts_used=used)
-    return replace(shape, tied=config.get("tie_word_embeddings", shape.tied))
-
-
-def _from_gpt2(config: dict[str, Any]) -> Shape | None:
-    if config.get("add_cross_attention"):
-        return None
-    try:
-        shape = _gpt2(config["n_layer"], config["n_embd"], config["n_head"])
-    except KeyError:
-        return None
-    return replace(
-        shape,
-        feed=config.get("n_inner") or shape.feed,
-        vocabulary=config.get("vocab_size", shape.vocabulary),
-        context=config.get("n_positions", shape.context),
-        tied=config.get("tie_word_embeddings", True),
-    )

@@ -6,8 +6,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from fullshard.errors import FullshardError, OptionError
 from fullshard.extras import need as need_library
 from fullshard.planning.decoder import Decoder
-from fullshard.planning.sizes import SIZES, Shape, from_config, known
+from fullshard.planning.sizes import SIZES, Shape, known
+from fullshard.planning.tracing import Run
 
 META = torch.device("meta")
+_OWN_DECODER = "a decoder of these dimensions that computes as transformers does"
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on meta that can be built again, and its loss on a batch of one rank."""
+    """A model on meta that can be built again, and its forward on a batch of one rank."""
 
     name: str
     build: Callable[[], nn.Module]
-    loss_of: Callable[[nn.Module], Tensor]
+    run: Run
     batch: str
+    traced: str  # which model it is that one step is followed through
 
 
 def find(name: str, batch: Batch) -> Subject:
@@ -47,10 +51,10 @@ def find(name: str, batch: Batch) -> Subject:
             f"{batch.sequences} sequences of {batch.length} tokens", "Give at least 1 sequence of 2 tokens."
         )
     shape, path = known(name), Path(name)
-    if shape is not None and not path.exists():
-        return _decoder(name, shape, batch)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        if shape is not None:
+            return decoder(name, shape, batch)
         near = get_close_matches(name.lower(), SIZES, 1, 0.5)
         meant = f"Did you mean {near[0]}? " if near else ""
         raise OptionError(
@@ -58,9 +62,7 @@ def find(name: str, batch: Batch) -> Subject:
             f"{meant}Give a size that `fullshard plan --list` shows, a config.json or its folder, or "
             "FILE.py:FUNCTION.",
         )
-    config = _read(file)
-    shape = from_config(config)
-    return _hugging_face(str(path), config, batch) if shape is None else _decoder(str(path), shape, batch)
+    return hugging_face(str(path), _read(file), batch)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -85,49 +87,62 @@ def _said(batch: Batch, length: int) -> str:
     return f"{batch.sequences} x {length} tokens a rank"
 
 
-def _decoder(name: str, shape: Shape, batch: Batch) -> Subject:
+def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
     length = _length(batch, shape.context)
-    if length > shape.context and shape.gpt2:
-        raise OptionError(
-            f"{name} has positions for {shape.context} tokens, not for {length}", "Give a smaller --sequence."
-        )
+    if not shape.gpt2:
+        shape = replace(shape, context=length)  # its table of positions is as long as a sequence
 
-    def loss_of(model: nn.Module) -> Tensor:
-        loss: Tensor = model(torch.empty(batch.sequences, length, dtype=torch.long, device=META))
-        return loss
+    def run(model: nn.Module) -> tuple[Tensor, Any]:
+        out = model(torch.empty(batch.sequences, length + 1, dtype=torch.long, device=META))
+        return out[0], out
 
-    return Subject(name, lambda: _on_meta(lambda: Decoder(shape)), loss_of, _said(batch, length))
+    build = partial(_on_meta, partial(Decoder, shape), shape.context, length)
+    return Subject(name, build, run, _said(batch, length), _OWN_DECODER)
 
 
-def _hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
+def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
     transformers = need_library("transformers", "hf")
-    try:
-        kind = transformers.AutoConfig.for_model(**config)
-        kind.use_cache = False
-    except (ValueError, TypeError, KeyError) as error:
-        raise OptionError(
-            f"transformers {transformers.__version__} knows no model_type {config['model_type']!r}",
-            "Give FILE.py:FUNCTION, a function that builds the model.",
-        ) from error
-    length = _length(batch, getattr(kind, "max_position_embeddings", None) or 4096)
+    kind = _config(transformers, config)
+    context = getattr(kind, "max_position_embeddings", None) or 4096
+    length = _length(batch, context)
 
     def build() -> nn.Module:
-        try:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
-        except ValueError as error:
-            raise OptionError(
-                f"{config['model_type']!r} is no causal language model that transformers can build: {error}",
-                "Give FILE.py:FUNCTION, a function that builds the model.",
-            ) from error
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
         return model
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def run(model: nn.Module) -> tuple[Tensor, Any]:
         tokens = torch.empty(batch.sequences, length, dtype=torch.long, device=META)
         with _no_packed_sequences():
-            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-        return loss
+            out = model(input_ids=tokens, labels=tokens)
+        return out.loss, out
 
-    return Subject(name, lambda: _on_meta(build), loss_of, _said(batch, length))
+    traced = f"the model that transformers {transformers.__version__} builds"
+    return Subject(name, partial(_on_meta, build, context, length), run, _said(batch, length), traced)
+
+
+def _config(transformers: Any, config: dict[str, Any]) -> Any:
+    model_type, builder = config["model_type"], "Give FILE.py:FUNCTION, a function that builds the model."
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise OptionError(
+            f"transformers {transformers.__version__} knows no model_type {model_type!r}", builder
+        )
+    if config.get("quantization_config"):
+        raise OptionError(
+            "the config has a quantization_config, and only whole values are planned",
+            "Leave it out to plan the training of all parameters.",
+        )
+    try:
+        kind = transformers.AutoConfig.for_model(**config)
+    except Exception as error:  # of transformers' checks, each has a class of its own
+        raise OptionError(f"the config is refused: {_in_one_line(error)}", "Check the config.") from error
+    if type(kind) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OptionError(f"{model_type!r} is no causal language model that transformers can build", builder)
+    kind.use_cache = False
+    return kind
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextmanager
@@ -147,13 +162,18 @@ def _no_packed_sequences() -> Iterator[None]:
             vars(masks)["find_packed_sequence_indices"] = look
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def _on_meta(build: Callable[[], nn.Module], context: int, length: int) -> nn.Module:
     try:
         with META:
-            return build().train()
+            model = build().train()
     except FullshardError:
         raise
     except Exception as error:  # a config with values that do not go together
+        raise OptionError(f"the model cannot be built: {_in_one_line(error)}", "Check the config.") from error
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if length > context and any(context <= rows <= context + 2 for rows in tables):  # OPT has two rows more
+        # They are learned. Without values nothing notices that it looks past the end.
         raise OptionError(
-            f"the model cannot be built: {type(error).__name__}: {error}", "Check the config."
-        ) from error
+            f"the model has positions for {context} tokens, not for {length}", "Give a smaller --sequence."
+        )
+    return model

@@ -1,12 +1,15 @@
 """One step of a whole model on the meta device, where nothing is computed: which tensors live when.
 
-What is counted is what the engine does not manage: activations, the temporaries between them, and gradients
-from the moment they are made until their unit is done. Parameters are not counted. A moment lasts from one
-change of unit to the next, so that the engine's own buffers can be added to each (`needs`).
+What is counted is what the engine does not manage: activations, the temporaries between them, gradients from
+the moment they are made until their unit is done, and buffers. Parameters are not counted. A moment lasts
+from one change of unit to the next, so that the engine's own buffers can be added to each (`needs`).
+
+What the model returns lives until the step is over, because callers write `out = model(...)` and then
+`out.loss.backward()`. With the logits of a language model that is no small matter.
 
 Attention counts as fused kernels compute it: queries, keys, values, the output and one number a row are kept,
-not the square matrix. Large Linears write their weight's gradient into the engine's buffer (`direct`), so
-here it takes no memory.
+not the square matrix. Dropout keeps a byte for each value. Large Linears write their weight's gradient into
+the engine's buffer (`direct`), so here it takes no memory.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.direct import MIN_BYTES
 from fullshard.units import Unit
 
+Run = Callable[[nn.Module], tuple[Tensor, Any]]  # a model's forward: its loss, and all that it returned
+
 _ROUND = 512  # bytes: CUDA's allocator hands out multiples of it
 
 
@@ -45,14 +50,16 @@ class Moment:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts the bytes of all storages that operators make, until they are freed."""
 
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._known: dict[int, Any] = {}
-        self._outside = {t.untyped_storage()._cdata for t in ignored}
+        self._outside = {t.untyped_storage()._cdata for t in parameters}
         self.moments: list[Moment] = []
         self.live = self._peak = 0
         self._now: tuple[str, int, bool] = ("forward", 0, False)
         self._ending: Callable[[], None] | None = None
+        for buffer in buffers:
+            self._count(buffer.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -114,12 +121,12 @@ class _Direct(torch.autograd.Function):
 
 @contextmanager
 def _kernels(direct: set[int]) -> Iterator[None]:
-    """Attention and large Linears as they are on a device, for tensors that are nowhere.
+    """Attention, dropout and large Linears as they are on a device, for tensors that are nowhere.
 
     They are exchanged where modules look them up: a TorchFunctionMode is gone when checkpointing computes
     again in backward.
     """
-    attention, linear = F.scaled_dot_product_attention, F.linear
+    attention, linear, dropout = F.scaled_dot_product_attention, F.linear, F.dropout
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
         return _Flash.apply(query, key, value)  # type: ignore[no-untyped-call, unused-ignore]
@@ -127,12 +134,16 @@ def _kernels(direct: set[int]) -> Iterator[None]:
     def into_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return (_Direct.apply if id(weight) in direct else linear)(x, weight, bias)
 
+    def masked(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    F.dropout = masked  # type: ignore[assignment, unused-ignore]
     F.scaled_dot_product_attention = fused  # type: ignore[assignment, unused-ignore]
     F.linear = into_place  # type: ignore[assignment, unused-ignore]
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.linear = attention, linear
+        F.scaled_dot_product_attention, F.linear, F.dropout = attention, linear, dropout
 
 
 def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
@@ -150,12 +161,19 @@ def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
     return found
 
 
-def trace(
-    model: nn.Module, units: Sequence[Unit], loss_of: Callable[[nn.Module], Tensor], recompute: bool
-) -> list[Moment]:
-    """Forward and backward of a model on meta, its parameters in the dtype that computes."""
-    meter = Meter([*model.parameters(), *model.buffers()])
-    direct = set().union(*direct_weights(units))
+@dataclass(frozen=True)
+class Trace:
+    """Forward and backward."""
+
+    moments: Sequence[Moment]
+    buffer_bytes: int
+    returned_bytes: int  # what the model returned: it is still there when the optimizer steps
+
+
+def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: bool) -> Trace:
+    """A model on meta, its parameters in the dtype that computes."""
+    meter = Meter(model.parameters(), model.buffers())
+    buffer_bytes, direct = meter.live, set().union(*direct_weights(units))
     for index, unit in enumerate(units[1:], start=1):
         watch = _Watch(meter, index, unit)
         for module in unit.modules:
@@ -167,12 +185,14 @@ def trace(
             module.register_forward_pre_hook(watch.enter)
             module.register_forward_hook(watch.leave)
     with _kernels(direct), meter:
-        loss = loss_of(model)
+        loss, returned = run(model)
         meter.mark("backward", 0)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        meter.mark("backward", 0, lambda: None)  # the last unit is done, and now the root is
+        meter.mark("backward", 0, model.zero_grad)  # the last unit is done, and now the root is
         meter.mark("backward", 0)
-    return meter.moments
+        returned_bytes = meter.live - buffer_bytes
+        del returned
+    return Trace(meter.moments, buffer_bytes, returned_bytes)
 
 
 class _Watch:

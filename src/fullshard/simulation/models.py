@@ -11,164 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import OptionError
 from fullshard.options import parse
+from fullshard.planning.decoder import Decoder, initialize
+from fullshard.planning.sizes import Shape, gpt2
 from fullshard.units import find_units
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A decoder-only transformer. With `feed` of its own it is of the Llama family, else of GPT-2's."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    key_heads: int = 0
-    feed: int = 0
-    context: int = 1024
-
-    @property
-    def llama(self) -> bool:
-        return self.feed > 0
+def gpt(layers: int, width: int, heads: int, vocabulary: int, context: int = 1024) -> Shape:
+    """Of GPT-2's family, on torch's own kernels."""
+    return replace(gpt2(layers, width, heads, vocabulary, context), fused=True)
 
 
+# One vocabulary for a family, so that sizes can be compared.
 PRESETS = {
-    "gpt-8m": Shape(8, 256, 4, 8192, context=256),  # for a CPU
-    "gpt-124m": Shape(12, 768, 12, 50304),
-    "gpt-350m": Shape(24, 1024, 16, 50304),
-    "llama-1b": Shape(16, 2048, 32, 32000, key_heads=8, feed=8192, context=4096),
-    "llama-8b": Shape(32, 4096, 32, 32000, key_heads=8, feed=14336, context=4096),
-    "llama-70b": Shape(80, 8192, 64, 32000, key_heads=8, feed=28672, context=4096),
+    "gpt-8m": gpt(8, 256, 4, 8192, 256),  # for a CPU
+    "gpt-124m": gpt(12, 768, 12, 50304),
+    "gpt-350m": gpt(24, 1024, 16, 50304),
+    "llama-1b": Shape(16, 2048, 32, 8, 8192, 32000, 4096, fused=True),
+    "llama-8b": Shape(32, 4096, 32, 8, 14336, 32000, 4096, fused=True),
+    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, fused=True),
 }
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads, self.size = shape.heads, shape.width // shape.heads
-        self.key_heads = shape.key_heads or shape.heads
-        bias = not shape.llama
-        self.query = nn.Linear(shape.width, shape.width, bias=bias)
-        self.key = nn.Linear(shape.width, self.key_heads * self.size, bias=bias)
-        self.value = nn.Linear(shape.width, self.key_heads * self.size, bias=bias)
-        self.out = nn.Linear(shape.width, shape.width, bias=bias)
-
-    def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
-        batch, length, _ = x.shape
-        query = self.query(x).view(batch, length, self.heads, self.size).transpose(1, 2)
-        key = self.key(x).view(batch, length, self.key_heads, self.size).transpose(1, 2)
-        value = self.value(x).view(batch, length, self.key_heads, self.size).transpose(1, 2)
-        if turns is not None:
-            query, key = turned(query, turns), turned(key, turns)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.key_heads != self.heads
-        )
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-        return out
-
-
-def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary positions: pairs of channels turned by an angle that grows with the position."""
-    cos, sin = turns.to(x.dtype).unbind(0)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-class Gelu(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(shape.width, 4 * shape.width), nn.Linear(4 * shape.width, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
-
-
-class Gated(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.width, shape.feed, bias=False)
-        self.up = nn.Linear(shape.width, shape.feed, bias=False)
-        self.down = nn.Linear(shape.feed, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
-
-
-def _norm(shape: Shape) -> nn.Module:
-    return nn.RMSNorm(shape.width, eps=1e-5) if shape.llama else nn.LayerNorm(shape.width)
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = _norm(shape), Attention(shape)
-        self.feed_norm = _norm(shape)
-        self.feed: nn.Module = Gated(shape) if shape.llama else Gelu(shape)
-
-    def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turns)
-        out: Tensor = x + self.feed(self.feed_norm(x))
-        return out
-
-
-class Decoder(nn.Module):
-    """Tokens in, the loss of the next one out. GPT-2's family ties its head to the embedding."""
-
-    turns: Tensor
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = None if shape.llama else nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = _norm(shape)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if not shape.llama:
-            self.head.weight = self.token.weight
-        self.register_buffer("turns", _turns(shape), persistent=False)
-        self.apply(initialize)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x = self.token(inputs)
-        turns = None
-        if self.position is not None:
-            x = x + self.position(torch.arange(inputs.shape[1], device=x.device))
-        else:
-            turns = self.turns[:, : inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x, turns)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def initialize(module: nn.Module) -> None:
-    """A module's own values. A model that is too large to be built whole is built on meta and then filled."""
-    for name, parameter in module.named_parameters(recurse=False):
-        fill(name, parameter.data)
-    if isinstance(module, Decoder):
-        module.turns.copy_(_turns(module.shape))
-
-
-def fill(name: str, values: Tensor) -> None:
-    if values.dim() > 1:
-        values.normal_(std=0.02)
-    else:
-        values.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def _turns(shape: Shape) -> Tensor:
-    size = shape.width // shape.heads
-    speeds = 10000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(shape.context), speeds).repeat(1, 2)
-    return torch.stack((angles.cos(), angles.sin()))
 
 
 @dataclass(frozen=True)
@@ -182,10 +47,14 @@ class Subject:
     initialize: Callable[[nn.Module], None] | None = None  # it may be built on meta: this fills a module
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.loss_in(self.output(model, batch))
+
+    def output(self, model: nn.Module, batch: Any) -> Any:
         if isinstance(batch, dict):
-            out = model(**batch)
-        else:
-            out = model(*batch) if isinstance(batch, tuple) else model(batch)
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+    def loss_in(self, out: Any) -> Tensor:
         loss = getattr(out, "loss", out)
         if isinstance(loss, tuple | list):
             loss = loss[0]

@@ -22,7 +22,7 @@ from torch import nn
 
 from fullshard.gathering import current_task
 from fullshard.live import NO_TASK, LiveUnit, State
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.simulation.group import Cluster
 from fullshard.simulation.models import Training
 from fullshard.simulation.wire import Message, event
@@ -189,7 +189,7 @@ class Tracer:
 def trace(training: Training, cluster: Cluster) -> list[Span]:
     """The spans of one more step."""
     tracer = Tracer(cluster)
-    runtime = vars(training.model).get("_fullshard")
+    runtime = engine_of(training.model)
     with ExitStack() as hooks, tracer:
         if runtime is not None:
             _Watch(tracer, runtime)
@@ -287,8 +287,9 @@ class _Watch:
             yield
 
     @contextmanager
-    def _sum(self, travel: Any) -> Iterator[None]:
-        with self._tracer.span(self._slice("sum", travel.reduction.lane.unit)):
+    def _sum(self) -> Iterator[None]:
+        arriving = self._runtime.reduction.travels[0]
+        with self._tracer.span(self._slice("sum", arriving.reduction.lane.unit)):
             yield
 
     # ---- the wire
