@@ -137,6 +137,24 @@ def test_interrupted_command_says_so_and_leaves_with_130(monkeypatch: pytest.Mon
     assert main("inspect", "x") == (130, "", "fullshard: interrupted\n")
 
 
+IMPORTING = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from fullshard_command import main
+sys.exit(main())
+"""
+
+
+def test_interrupt_while_torch_is_imported_is_one_line_and_130() -> None:
+    words = [sys.executable, "-c", IMPORTING, "inspect", "x"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "fullshard: interrupted\n")
+
+
 def test_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
@@ -247,7 +265,8 @@ def test_export_to_onnx_hands_its_options_on_and_prints_what_was_done(
 ) -> None:
     calls: list[Any] = []
 
-    def export_checkpoint(checkpoint: Path, file: Path, check: bool) -> list[str]:
+    def export_checkpoint(checkpoint: Path, file: Path, check: bool, subject: None) -> list[str]:
+        assert subject is None  # only a folder with the shape of a built-in GPT has one
         calls.append((checkpoint, file, check))
         if check:
             return ["wrote g.onnx", "largest difference 1e-6"]

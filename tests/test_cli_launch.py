@@ -117,6 +117,8 @@ def test_script_runs_on_ranks_as_python_would_run_it_with_the_door_open(folder: 
         assert int(row["OMP_NUM_THREADS"]) >= 1
         assert row["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] is None
     assert found.stderr.startswith("fullshard: scripts/script.py on 2 ranks (")
+    left = {path.name for path in folder.iterdir()} - {"scripts", "package"}
+    assert not left, "its temporary folder is that of this test"
 
 
 def test_module_runs_with_its_package_around_it(folder: Path) -> None:
@@ -263,6 +265,18 @@ def test_elastic_run_gets_the_setting_without_which_joining_nodes_wait_for_ever(
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert launch.parse(["--nnodes", "1:4", "script.py"])[0].variables[name] == "1"
     assert name not in launch.parse(["--nnodes", "4", "script.py"])[0].variables
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("asked", [["--log-dir", "logs"], ["--tee", "3"], ["--redirects", "0:3"], []])
+def test_logs_stay_where_somebody_asked_for_them(asked: list[str]) -> None:
+    args = launch._torchruns(launch.parse([*asked, "script.py"])[0].words)
+    before = args.log_dir
+    with launch._place_for_logs(args):
+        place = args.log_dir
+        assert (place == before) == bool(asked)
+        assert asked or Path(place).is_dir()
+    assert asked or not Path(place).exists()
 
 
 def test_variable_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,20 @@ def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ra
         assert [line["step"] for line in runs.metrics(gpt_run / name)] == list(range(1, STEPS + 1))
         assert again == whole if exact else again[:3] == whole[:3]
         assert_close(again, whole)
+        notes = json.loads((gpt_run / name / "summary.json").read_text())["notes"]
+        assert any("saved on 2 ranks" in note for note in notes) == (not exact), "dropout would be other"
+
+
+def test_damaged_checkpoint_ends_a_run_with_the_folder_to_move_away(gpt_run: Path) -> None:
+    hurt = gpt_run / "hurt"
+    shutil.copytree(gpt_run / "run", hurt)
+    file = hurt / "checkpoints" / f"step-{STEPS:06}" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 255
+    file.write_bytes(data)
+    said, _ = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
+    assert "their checksum differs" in said
+    assert f"move '{file.parent}' elsewhere" in said
 
 
 def test_dropped_out_values_go_on_where_they_were(gpt_run: Path) -> None:
@@ -234,7 +249,7 @@ def _refused(config: str, overrides: list[str]) -> str:
     try:
         return f"exit code {runs.train(config, overrides)}"
     except FullshardError as error:
-        return f"{type(error).__name__}: {error.what}"
+        return f"{type(error).__name__}: {error.what}. {error.remedy}"
 
 
 def test_run_that_goes_on_with_more_steps_leaves_the_model_of_its_last_step(gpt_run: Path) -> None:
@@ -247,12 +262,9 @@ def test_run_that_goes_on_with_more_steps_leaves_the_model_of_its_last_step(gpt_
         )
         assert model.keys() == checkpoint.keys()
         assert all(torch.equal(model[name], checkpoint[name]) for name in model)
-    (run / "model" / "gpt.json").unlink()  # as a run leaves it that is killed in between
-    ranks.run(runs.train, 2, config, [*changes, "training.steps=4"], timeout_s=120)
-    assert GPTConfig.read(run / "model").num_layers == 2
 
 
-def test_validation_without_a_target_has_no_loss(gpt_run: Path) -> None:
+def test_validation_without_a_target_has_no_loss_and_the_run_says_why(gpt_run: Path) -> None:
     pairs = [{"question": "what " * 40, "answer": "this"}]
     for name in ("asked.jsonl", "held-out.jsonl"):
         (gpt_run / name).write_text("\n".join(json.dumps(pair) for pair in pairs))
@@ -262,6 +274,8 @@ def test_validation_without_a_target_has_no_loss(gpt_run: Path) -> None:
     ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
     assert len(runs.losses(gpt_run / "asked")) == 1
     assert runs.losses(gpt_run / "asked", "validation") == []
+    [note] = json.loads((gpt_run / "asked" / "summary.json").read_text())["notes"]
+    assert note.startswith("No validation loss: the sequences for it are prompts")
 
 
 def _no_number(text: str) -> float:

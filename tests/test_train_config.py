@@ -149,6 +149,11 @@ def test_wrong_config_is_refused_by_key_and_nothing_is_written(
     assert not (folder / "run" / "run.json").exists()
 
 
+def test_section_that_only_set_names_is_not_blamed_on_the_file(folder: Path) -> None:
+    with pytest.raises(OptionError, match="unknown key 'traning' in --set"):
+        load(runs.write_config(folder), ["traning.steps=3"])
+
+
 def test_file_that_is_no_config_is_refused(folder: Path) -> None:
     config = folder / "c.yaml"
     assert "there is no config file" in refusal(config)

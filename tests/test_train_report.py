@@ -13,6 +13,7 @@ import pytest
 import ranks
 import training_runs as runs
 from fullshard.training.charts import MAX_POINTS, Series, chart, short
+from fullshard.training.display import Display
 from fullshard.training.folder import RunFolder
 from fullshard.training.report import render, write_report
 from training_runs import STEPS
@@ -153,6 +154,23 @@ def test_chart_of_a_long_run_is_thinned_without_losing_a_jump() -> None:
     assert len(drawn) <= MAX_POINTS
     assert len({point.split(",")[1] for point in drawn}) in (2, 3)
     assert "Nothing" in chart([Series("loss", [])], "step", "loss")
+
+
+def test_narrow_terminal_shows_step_loss_and_memory_uncut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = Display(400, quiet=False)
+    shown.start(0)
+    shown.step({"step": 123, "loss": 1.25, "tokens_per_s": 12345.0, "memory": [2**29] * 4})
+    shown.stop()
+    held = {"parameters": 2**20, "gradients": 2**20, "optimizer_state": 2**21, "total": 2**22}
+    shown.held([held], held, [2**29])
+    text = capsys.readouterr().out
+    assert "123/400 loss 1.250" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "rank 0: 4.0 MiB at rest, 512.0 MiB at the peak" in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text, "something was cut"
 
 
 @pytest.mark.parametrize(

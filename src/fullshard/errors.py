@@ -40,6 +40,10 @@ class ModelError(FullshardError):
     """The model cannot be sharded as it is."""
 
 
+class Uninitialised(ModelError):
+    """Tensors of a meta-device model that nothing gives values."""
+
+
 class RankMismatch(FullshardError):
     """Ranks disagree: about the model, its values, the options, or where they are."""
 

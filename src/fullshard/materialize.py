@@ -3,20 +3,26 @@
 Every tensor gets memory filled with a mark, the module's own initializer runs, and what still shows
 the mark was not initialised: an error lists it. A non-persistent buffer that only `__init__` computes
 (a rotary table, a mask) is found that way instead of being silently garbage.
+
+A model of transformers' initialises some tensors from above: GPT-2's attention scales down the projection
+inside it, a mixer sets the bias of its step. So initializers run from the leaves up, and a module without
+tensors of its own is asked too, once all that lies in it has values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.errors import ModelError
+from fullshard.errors import Uninitialised
 from fullshard.tensor_parallel import local_of, resting, spec_of
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+_NEITHER = 0xFF  # a byte that is no truth value: the mark of a bool
 
 
 class Materializer:
@@ -27,6 +33,11 @@ class Materializer:
     ) -> None:
         self._model, self._device, self._given = model, device, initialize
         self._names = {module: name for name, module in model.named_modules()}
+        self._places = {module: place for place, module in enumerate(_leaves_first(model, set()))}
+        self._parents: dict[nn.Module, list[nn.Module]] = {}
+        for module in self._names:
+            for child in module.children():
+                self._parents.setdefault(child, []).append(module)
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._done: set[int] = set()
@@ -53,33 +64,66 @@ class Materializer:
         if self._given is not None:
             given = self._given
             return [lambda: given(module)]
-        found: list[Callable[[], Any]] = []
-        of_model = getattr(self._model, "_init_weights", None)  # Hugging Face
-        if callable(of_model):
-            found.append(lambda: of_model(module))
+        of_model = self._of_model(module)
+        found = [] if of_model is None else [of_model]
         own = getattr(module, "reset_parameters", None)
         if callable(own):
             found.append(own)
         return found
 
+    def _of_model(self, module: nn.Module) -> Callable[[], Any] | None:
+        """Hugging Face: the innermost model around a module initialises it."""
+        around: nn.Module | None = module
+        while around is not None:
+            initialize: Any = getattr(around, "_init_weights", None)
+            if callable(initialize) and (around is self._model or hasattr(around, "_initialize_weights")):
+                return partial(initialize, module)
+            around = next(iter(self._parents.get(around, ())), None)
+        return None
+
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Memory and values for these modules' own tensors."""
-        missing: list[str] = []
-        for module in modules:
-            if id(module) in self._done or not any(t.is_meta for t in _direct(module)):
-                continue
-            self._done.add(id(module))
+        fresh = {m: None for m in modules if id(m) not in self._done and any(t.is_meta for t in _direct(m))}
+        around = [] if self._given is not None else self._around(fresh)
+        fresh |= {m: None for outer in around for m in outer.modules() if _direct(m)}
+        self._done.update(map(id, fresh))
+        for module in fresh:
             self._give_memory(module)
-            marked = [name for name, _ in _named_direct(module)]
-            for initialize in self._initializers(module):
+        for module in sorted({*fresh, *around}, key=self._places.__getitem__):
+            if module in fresh:
+                self._initialize(module)
+            elif (of_model := self._of_model(module)) is not None:
                 with torch.no_grad():
-                    initialize()
-                marked = [name for name, t in _named_direct(module) if _shows_mark(t)]
-                if not marked:
-                    break
-            missing += [f"{self._names[module]}.{name}".lstrip(".") for name in marked]
+                    of_model()
+        missing = [
+            f"{self._names[module]}.{name}".lstrip(".")
+            for module in fresh
+            for name, t in _named_direct(module)
+            if _shows_mark(t)
+        ]
         if missing:
             raise _uninitialised(missing)
+
+    def _initialize(self, module: nn.Module) -> None:
+        for initialize in self._initializers(module):
+            with torch.no_grad():
+                initialize()
+            if not any(map(_shows_mark, _direct(module))):
+                break
+
+    def _around(self, fresh: Container[nn.Module]) -> list[nn.Module]:
+        """Modules that have no parameters themselves, and in them those of fresh ones alone.
+
+        Where others lie too, they may be at rest by now, or have values that the user has put there.
+        """
+        known: dict[nn.Module, bool] = {}
+        waiting = [m for m in self._names if m in fresh]
+        while waiting:
+            for parent in self._parents.get(waiting.pop(), ()):
+                if parent not in known:
+                    known[parent] = all(m in fresh or _has_unset_buffers_at_most(m) for m in parent.modules())
+                    waiting += [parent] if known[parent] else []
+        return [m for m, is_whole in known.items() if is_whole and m not in fresh]
 
     def _give_memory(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
@@ -112,9 +156,22 @@ class Materializer:
             module._buffers[name] = buffer
 
 
+def _leaves_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Each module after all that lies in it."""
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _leaves_first(child, seen)
+        yield module
+
+
 def _named_direct(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(name, t) for name, t in both if t is not None]
+
+
+def _has_unset_buffers_at_most(module: nn.Module) -> bool:
+    return all(p is None for p in module._parameters.values()) and all(t.is_meta for t in _direct(module))
 
 
 def _direct(module: nn.Module) -> list[torch.Tensor]:
@@ -126,7 +183,8 @@ def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if value.is_floating_point() or value.is_complex():
         return value.fill_(float("nan"))
     if value.dtype is torch.bool:
-        return value.fill_(False)
+        value.view(torch.uint8).fill_(_NEITHER)
+        return value
     return value.fill_(torch.iinfo(value.dtype).max)
 
 
@@ -134,15 +192,17 @@ def _shows_mark(value: torch.Tensor) -> bool:
     value = local_of(value)
     if value.is_meta:
         return True
-    if value.dtype is torch.bool or not value.numel():
+    if not value.numel():
         return False
+    if value.dtype is torch.bool:
+        return bool((value.view(torch.uint8) == _NEITHER).any())
     if value.is_floating_point() or value.is_complex():
         return bool(torch.isnan(value).any())
     return bool((value == torch.iinfo(value.dtype).max).any())
 
 
-def _uninitialised(names: list[str]) -> ModelError:
-    return ModelError(
+def _uninitialised(names: list[str]) -> Uninitialised:
+    return Uninitialised(
         f"the model is on the meta device and nothing initialises {', '.join(repr(n) for n in names)}",
         "Give these modules a reset_parameters() that sets their parameters and buffers, pass "
         "materialize=function_of_a_module, or build the model on a real device.",

@@ -213,6 +213,8 @@ def model_files(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]
     those that from_pretrained looks for, and a config would have it start from random values.
     """
     plain = getattr(model, "_orig_mod", model)
+    if callable(own := getattr(plain, "files_beside_weights", None)):
+        return dict(own())  # a model that says itself what it is built from again
     if not hasattr(type(plain), "base_model_prefix") or getattr(plain, "_hf_peft_config_loaded", False):
         return {}
     found: dict[str, bytes] = {}

@@ -31,7 +31,7 @@ examples:
   fullshard plan llama-3-8b --ranks 8 --memory 80GiB   does it fit, and how
   fullshard launch --nproc-per-node 8 train.py         run a script on 8 ranks
   fullshard train config.yaml                          train a language model
-  fullshard inspect runs/gpt                           which checkpoints are there
+  fullshard inspect runs/gpt/checkpoints               which checkpoints are there
 
 `fullshard COMMAND --help` says what a command does, with examples.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from fullshard.cli.commands import Command
 from fullshard.cli.printing import answer, progress
 from fullshard.cli.values import size
 from fullshard.errors import OptionError
+
+if TYPE_CHECKING:
+    from fullshard.onnx_files import Subject
 
 _Path = Annotated[Path, typer.Argument(metavar="PATH", help="A folder that fs.save wrote, or another's.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -75,9 +78,24 @@ def _export(
 
 def _export_onnx(path: Path, file: Path, check: bool) -> int:
     from fullshard.onnx_files import export_checkpoint
+    from fullshard.training.gpt import FILE
 
-    print("\n".join(export_checkpoint(path, file, check)))
+    subject = _gpt(path) if (path / FILE).is_file() else None
+    print("\n".join(export_checkpoint(path, file, check, subject)))
     return 0
+
+
+def _gpt(path: Path) -> Subject:
+    """The built-in GPT: token ids in, logits out."""
+    import torch
+
+    from fullshard.onnx_files import Subject
+    from fullshard.training.gpt import GPT, GPTConfig
+
+    shape = GPTConfig.read(path)
+    dice = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocabulary, (3, min(13, shape.context)), generator=dice)
+    return Subject(GPT(shape), {"tokens": tokens})
 
 
 def _export_tensors(path: Path, to: Path, dtype: str | None, form: str | None, file_size: str | None) -> int:
@@ -154,8 +172,8 @@ the folder appears only when it is complete. It holds no optimizer. It does hold
 manifest, so that `fullshard verify` works on it wherever it was copied to; who edits
 config.json there removes fullshard.json.
 
---onnx FILE writes the model of a Hugging Face checkpoint as ONNX, by torch's exporter,
-and compares what onnxruntime makes of it with torch's logits.""",
+--onnx FILE writes the model, of Hugging Face or the built-in GPT, as ONNX by torch's
+exporter, and compares what onnxruntime makes of it with torch's logits.""",
     """\
 examples:
   fullshard export runs/gpt/step-300 --to gpt-final --dtype bf16

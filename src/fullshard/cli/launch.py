@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -235,14 +237,28 @@ def _torchruns(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(words))
 
 
+@contextlib.contextmanager
+def _place_for_logs(asked: argparse.Namespace) -> Iterator[None]:
+    """Where nobody asked for logs, torchrun leaves an empty folder of every run behind. Ours goes with it."""
+    none = {None, "", "0"}
+    if asked.log_dir or asked.logs_specs or not {asked.redirects, asked.tee} <= none:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="fullshard-launch-", ignore_cleanup_errors=True) as folder:
+        asked.log_dir = folder
+        yield
+
+
 def start(launching: Launching) -> int:
     """Run torchrun in this process. The exit code is that of the rank that failed first."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    asked = _torchruns(launching.words)
     try:
-        torchrun.run(_torchruns(launching.words))  # type: ignore[no-untyped-call, unused-ignore]
+        with _place_for_logs(asked):
+            torchrun.run(asked)  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

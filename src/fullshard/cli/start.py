@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingExtra as error:
         print(f"fullshard: {error.what}. {error.remedy}", file=sys.stderr)
         return 2
-    from fullshard.cli.app import run
-
+    try:
+        from fullshard.cli.app import run
+    except KeyboardInterrupt:  # which `run` answers as soon as it is there
+        print("fullshard: interrupted", file=sys.stderr)
+        return 130
     return run(said)

@@ -44,7 +44,8 @@ def _train(
         return 0
     assert config is not None
     if not config.is_file():
-        raise OptionError(f"there is no file {str(config)!r}", "Check the path.")
+        what = f"{str(config)!r} is a folder" if config.is_dir() else f"there is no file {str(config)!r}"
+        raise OptionError(what, "Name a config file; `fullshard train --example > config.yaml` makes one.")
     return train(config, list(overrides or ()), ranks, quiet)
 
 

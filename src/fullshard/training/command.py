@@ -120,6 +120,7 @@ class _Launch:
         raise self._failure()
 
     def _agent(self, words: list[str]) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
@@ -133,6 +134,7 @@ class _Launch:
             rdzv_endpoint="localhost:0",  # what --standalone means
             max_restarts=0,
             monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.private / "torchrun")),
         )
         ours = ["--private", str(self.private), "--launcher", str(os.getpid())]
         try:

@@ -12,6 +12,7 @@ from fullshard.extras import need
 from fullshard.plan import size
 
 MIB = 2**20
+NARROW = 72  # columns of a terminal below which bar and table do not fit
 
 
 class Display:
@@ -27,11 +28,15 @@ class Display:
             sys.stdout.reconfigure(errors="replace")
         self.console, self._quiet, self._num_steps = Console(quiet=quiet), quiet, num_steps
         vars(self.console)["on_broken_pipe"] = self._reader_left  # which would end this process
-        self._progress = Progress(
-            BarColumn(bar_width=16),
+        self._is_narrow = self.console.width < NARROW and self.console.is_terminal
+        columns = [
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
+        ]
+        self._progress = Progress(
+            *([] if self._is_narrow else [BarColumn(bar_width=16)]),
+            *columns,
             console=self.console,
             disable=quiet or not self.console.is_terminal,
         )
@@ -54,7 +59,9 @@ class Display:
         self._progress.stop()
 
     def step(self, line: dict[str, Any]) -> None:
-        figures = f"loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s  {_memory(line['memory'])}"
+        figures = f"loss {line['loss']:.3f}"
+        if not self._is_narrow:
+            figures += f"  {line['tokens_per_s']:,.0f} tokens/s  {_memory(line['memory'])}"
         self._progress.update(self._task, completed=line["step"], figures=figures)
         every = max(1, self._num_steps // 16)
         due = line["step"] // every > self._shown_steps // every or not self._shown_steps
@@ -79,7 +86,12 @@ class Display:
             shown = "" if peak is None else f"{peak / MIB:,.0f}"
             is_last = name == rows[-1][0]
             table.add_row(name, *(f"{s / MIB:,.2f}" for s in sizes), share, shown, end_section=is_last)
-        self.console.print(table)
+        if not self._is_narrow:
+            self.console.print(table)
+            return
+        for name, held, peak in rows:  # a table would be cut to its first digits
+            self.say(f"{name}: {size(held['total'])} at rest, {size(peak)} at the peak")
+        self.say(f"unsharded: {size(whole['total'])} at rest")
 
     def sample(self, text: str) -> None:
         self.console.rule("text from the trained model")

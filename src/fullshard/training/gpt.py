@@ -63,7 +63,7 @@ class GPTConfig:
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> GPTConfig:
-        """The shape of the GPT in a folder that `fullshard train` wrote."""
+        """The shape of the GPT in a folder that fs.save, and so `fullshard train`, wrote."""
         path = Path(folder) / FILE
         try:
             said = json.loads(path.read_text())
@@ -72,11 +72,11 @@ class GPTConfig:
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{str(path)!r} does not say the shape of a GPT: {error}",
-                "Give the folder `model` of a run of `fullshard train` with a built-in GPT.",
+                "Give a folder that fs.save or `fullshard train` wrote of a built-in GPT.",
             ) from error
 
-    def write(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+    def to_bytes(self) -> bytes:
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 class Output(NamedTuple):
@@ -157,6 +157,10 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
         if not self.head.weight.is_meta:
             initialise(self)
+
+    def files_beside_weights(self) -> dict[str, bytes]:
+        """What fs.save writes with the weights, so that the model can be built again."""
+        return {FILE: self.config.to_bytes()}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
         x = self.token(tokens)

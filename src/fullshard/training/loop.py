@@ -10,6 +10,7 @@ import contextlib
 import math
 import struct
 import time
+import warnings
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.checkpoint.background import Saving
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import Loaded, load
 from fullshard.checkpoint.save import save
 from fullshard.data import Batches
 from fullshard.engine import accumulate, runtime_of, shard
-from fullshard.errors import CheckpointError, GradientError
-from fullshard.training import holdings
+from fullshard.errors import CheckpointError, GradientError, Uninitialised
+from fullshard.training import holdings, models
 from fullshard.training.folder import RunFolder
 from fullshard.training.models import Subject
 from fullshard.training.optimizing import learning_rate, make_adamw
@@ -70,15 +71,9 @@ class Run:
 
     def __init__(self, job: Job) -> None:
         said, self.job = job.settings, job
-        torch.manual_seed(said.seed)
-        self.model = shard(
-            job.subject.model,
-            strategy=said.sharding.strategy,
-            precision=said.sharding.precision,
-            across=said.sharding.across,
-            checkpoint_activations=said.sharding.checkpoint_activations,
-            materialize=job.subject.materialize,
-        )
+        self.notes: list[str] = []  # what the user should know of how it is done
+        self.model = self._sharded()
+        self.notes += self._without_validation()
         self.comm = runtime_of(self.model).comm
         self.rank, self.ranks = self.comm.members.index(self.comm.world_rank), self.comm.all_ranks
         self.optimizer = make_adamw(self.model, said.training, job.device)
@@ -98,14 +93,47 @@ class Run:
 
     # ---- before and after
 
+    def _sharded(self) -> nn.Module:
+        """Values come unit by unit, the same on any number of ranks: no host ever holds the whole."""
+        subject, said = self.job.subject, self.job.settings
+        if all(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers())):
+            with contextlib.suppress(Uninitialised):
+                return self._shard(subject.model)
+        self.notes.append(
+            f"{subject.name} cannot be built a unit at a time: every rank's host held it whole for a moment."
+        )
+        torch.manual_seed(said.seed)
+        return self._shard(models.on_host(said))
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        said = self.job.settings
+        torch.manual_seed(said.seed)
+        return shard(
+            model,
+            strategy=said.sharding.strategy,
+            precision=said.sharding.precision,
+            across=said.sharding.across,
+            checkpoint_activations=said.sharding.checkpoint_activations,
+            materialize=self.job.subject.materialize,
+            device=self.job.device,
+        )
+
     def begin(self) -> Path | None:
         """Take the newest checkpoint of the run, or the weights to begin with; returns the former."""
         newest = self.job.folder.newest()
         if newest is None:
             if self.job.subject.weights is not None:
-                load(self.job.subject.weights, self.model)
+                self._load(self.job.subject.weights)
             return None
-        extra = load(newest, self.model, self.optimizer)
+        try:
+            extra = self._load(newest, self.optimizer)
+        except CheckpointError as error:
+            if "damaged" not in error.remedy:
+                raise
+            again = "the same command then goes on from an earlier one, or begins anew"
+            raise CheckpointError(
+                error.what, f"The checkpoint is damaged; move {str(newest)!r} elsewhere: {again}."
+            ) from error
         if not isinstance(extra.get("step"), int) or "scaler" not in extra:
             raise CheckpointError(
                 f"{str(newest)!r} was not saved by `fullshard train`", "Name another output, or remove it."
@@ -113,6 +141,14 @@ class Run:
         self.done, self.saved = extra["step"], newest
         self._scaler.load_state_dict(extra["scaler"])
         return newest
+
+    def _load(self, path: Path, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
+        """What did not go as expected is a line of the run and of its report, and no warning of Python's."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = load(path, self.model, optimizer)
+        self.notes += [f"Loading {str(path)!r}: {note}." for note in found.notes]
+        return found
 
     def save(self, background: bool) -> None:
         """A checkpoint of the steps that are done. It may go on in the background; the next one waits."""
@@ -235,6 +271,26 @@ class Run:
 
     # ---- validation
 
+    def _without_validation(self) -> list[str]:
+        """Why there is no validation loss where one is expected."""
+        data, said = self.job.validation, self.job.settings
+        if not said.evaluation.every or (data is None and not said.data.validation_fraction):
+            return []
+        if data is None:
+            share = f"{said.data.validation_fraction:.3g} of {len(self.job.train)} sequences"
+            return [
+                f"No validation loss: {share} is less than one. Give more text, data.validation, or a larger "
+                "data.validation_fraction."
+            ]
+        if not data.count_targets(self._validated(data)):
+            return ["No validation loss: the sequences for it are prompts, without anything to be learned."]
+        return []
+
+    def _validated(self, data: Sequences) -> list[int]:
+        """The sequences that are validated with, spread over all of them."""
+        wanted = min(len(data), self.job.settings.evaluation.sequences)
+        return [index * len(data) // wanted for index in range(wanted)]
+
     @torch.no_grad()
     def _evaluate(self, watcher: Watcher) -> None:
         """The mean loss over the validation sequences. Ranks make equally many forwards; what is over in the
@@ -243,8 +299,8 @@ class Run:
         if data is None or not said.evaluation.every:
             return
         begun_s = time.monotonic()
-        wanted = min(len(data), said.evaluation.sequences)
-        chosen = [index * len(data) // wanted for index in range(wanted)]  # spread over all of them
+        chosen = self._validated(data)
+        wanted = len(chosen)
         size = said.training.sequences // self.ranks // micro_batches(said, self.ranks)
         total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
         self.model.eval()

@@ -23,7 +23,7 @@ from fullshard.training.settings import Settings
 class Subject:
     """A model before it is sharded, and how it is used. `weights`: what it is to begin with."""
 
-    model: nn.Module
+    model: nn.Module  # on the meta device
     materialize: Callable[[nn.Module], Any] | None
     shape: GPTConfig | None  # None: a model of transformers'
     vocabulary: int
@@ -41,9 +41,9 @@ class Subject:
         return output.logits  # type: ignore[no-any-return]
 
 
-def build(settings: Settings, num_tokens: int, device: torch.device | None = None) -> Subject:
-    """The model, on the meta device unless another is given, and every check that needs no rank."""
-    with torch.device(device or "meta"):
+def build(settings: Settings, num_tokens: int) -> Subject:
+    """The model, on the meta device, and every check that needs no rank."""
+    with torch.device("meta"):
         subject = _gpt(settings, num_tokens) if settings.model.gpt is not None else _hugging_face(settings)
     length = settings.training.sequence_length
     if subject.vocabulary < num_tokens:
@@ -67,9 +67,6 @@ def _gpt(settings: Settings, num_tokens: int) -> Subject:
         raise OptionError(f"'model.gpt': {error.what}", error.remedy) from None
     model = GPT(shape)
     fill = Initialiser(model, settings.seed)
-    if not model.head.weight.is_meta:
-        for module in model.modules():
-            fill(module)
     return Subject(model, fill, shape, shape.vocabulary, shape.context, _weights(settings), _count(model))
 
 
@@ -117,6 +114,19 @@ def fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def _hugging_face(settings: Settings) -> Subject:
+    model = _of_config(settings)
+    inner = model.config.get_text_config()
+    context = getattr(inner, "max_position_embeddings", None)
+    return Subject(model, None, None, int(inner.vocab_size), context, _weights(settings), _count(model))
+
+
+def on_host(settings: Settings) -> nn.Module:
+    """A model of transformers' with its first values, whole: for those that their `__init__` alone gives."""
+    with torch.device("cpu"):
+        return _of_config(settings)  # type: ignore[no-any-return]
+
+
+def _of_config(settings: Settings) -> Any:
     transformers = need("transformers", "hf")
     file = config_file(settings)
     assert file is not None
@@ -129,13 +139,10 @@ def _hugging_face(settings: Settings) -> Subject:
             f"{transformers.__version__} does not know as a causal language model",
             "Give a model that writes text, such as one of Llama's kind.",
         ) from None
-    weights = _weights(settings)
     generation = file.parent / "generation_config.json"
     if settings.model.path is not None and generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(file.parent))
-    inner = config.get_text_config()
-    context = getattr(inner, "max_position_embeddings", None)
-    return Subject(model, None, None, int(inner.vocab_size), context, weights, _count(model))
+    return model
 
 
 def _read_config(transformers: Any, file: Path) -> Any:

@@ -56,6 +56,7 @@ def render(folder: RunFolder) -> str:
     title = f"{folder.path.name}: {summary.get('model', 'a model')}"
     parts = [
         f"<h1>{escape(title)}</h1><p class='note'>{escape(str(summary.get('status', 'no status')))}</p>",
+        *(f"<p class='note'>{escape(str(note))}</p>" for note in summary.get("notes", ())),
         _cards(train, validation, summary),
         _charts(train, validation, len(summary.get("held", ()))),
         _memory(summary),

@@ -59,6 +59,7 @@ class Reporter(Watcher):
             f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {sharding.precision}.",
             f"Memory is each rank's, {memory}.",
         ]
+        lines += run.notes
         if run.done >= said.training.steps:
             lines.append(f"All {run.done} steps were done already.")
         elif resumed is not None:
@@ -121,6 +122,7 @@ def _describe(job: Job, run: Run) -> dict[str, Any]:
         "parameters": job.subject.num_parameters,
         "ranks": run.ranks,
         "device": job.device.type,
+        "notes": run.notes,
         "steps": job.settings.training.steps,
         "strategy": planned.strategy,
         "units": [

@@ -42,7 +42,7 @@ def build(kind: type[T], said: Any, source: Source, key: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in said:
         if name not in fields:
-            raise _unknown(_unpacked(said[name], source)[1], _join(key, name), list(fields))
+            raise _unknown(_source_of(said[name], source), _join(key, name), list(fields))
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, field in fields.items():
@@ -66,6 +66,14 @@ def _unpacked(said: Any, source: Source) -> tuple[Any, Source]:
     if isinstance(said, Given):
         return said.value, Source("--set", Path.cwd())
     return said, source
+
+
+def _source_of(said: Any, source: Source) -> Source:
+    """Who named a section that is not known: --set, if all that is in it comes from there."""
+    if isinstance(said, dict) and said:
+        found = [_source_of(inner, source) for inner in said.values()]
+        return found[0] if all(one != source for one in found) else source
+    return _unpacked(said, source)[1]
 
 
 def _value(kind: Any, said: Any, source: Source, key: str) -> Any:

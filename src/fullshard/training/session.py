@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed import destroy_process_group
 
 from fullshard import collectives, world
-from fullshard.agreements import raise_together_first
+from fullshard.agreements import end_groups, raise_together_first
 from fullshard.checkpoint.commit import is_checkpoint, read_manifest
 from fullshard.checkpoint.export import DTYPES
 from fullshard.checkpoint.save import save
@@ -63,7 +62,7 @@ def run_rank(wish: Wish) -> int:
         stop = StopRequest(job.settings.training.time_limit_s, wish.note)
         stack.enter_context(stop.listening())
         stopped = _train(wish, prepared, run, resumed, stop)
-        destroy_process_group()  # torch may abort a process that ends with its groups open
+        end_groups()
         return stopped
 
 
@@ -104,10 +103,7 @@ def _look(wish: Wish, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
     check_ranks(settings, collectives.rank_count())
     device = choose_device(settings, world.launch().local_ranks)
     prepared = prepare(settings, wish.rows)
-    # A meta model goes to the GPU if there is one: for the CPU of a machine with GPUs it is built there.
-    whole = device if device.type == "cpu" and torch.cuda.is_available() else None
-    torch.manual_seed(settings.seed)
-    subject = models.build(settings, prepared.tokenizer.size, whole)
+    subject = models.build(settings, prepared.tokenizer.size)
     folder = RunFolder(settings.output)
     if wish.rows is None and collectives.own_rank() == 0:
         stack.callback(os.close, folder.lock())
@@ -148,18 +144,15 @@ def _status(run: Run, stopped: int, settings: Settings) -> str:
 
 
 def _save_model(job: Job, run: Run, prepared: Prepared) -> None:
-    """The model alone, to be used: with its tokenizer for from_pretrained, or with the GPT's shape."""
+    """The model alone, to be used, with its tokenizer beside it."""
     folder, dtype = job.folder.model, job.settings.checkpoints.model_dtype
     made = {"step": run.done, "dtype": dtype}
     is_new = _made_of(folder) != made  # a run that went on with more steps has another model by now
     if is_new:
         save(folder, run.model, extra=made, dtype=DTYPES[dtype])
-    # A run that was killed right after the save has a model without the files beside it.
-    lacks = not any((folder / name).exists() for name in ("gpt.json", "tokenizer_config.json"))
-    if run.rank == 0 and (is_new or lacks):
+    # A run that was killed right after the save has a model without its tokenizer.
+    if run.rank == 0 and (is_new or not (folder / "tokenizer_config.json").exists()):
         prepared.tokenizer.save(folder)
-        if job.subject.shape is not None:
-            job.subject.shape.write(folder)
 
 
 def _made_of(folder: Path) -> dict[str, object]:

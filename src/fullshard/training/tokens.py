@@ -85,7 +85,8 @@ def _locked(cache: Path) -> Iterator[None]:
         handle = os.open(cache / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise OptionError(
-            f"cannot keep tokens in {str(cache)!r}: {error.strerror or error}", "Name another data.cache."
+            f"cannot keep tokens in {str(cache)!r}: {error.strerror or error}",
+            "Name another output, or data.cache.",
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
