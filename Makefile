@@ -41,7 +41,7 @@ demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RA
 	$(BIN)/python examples/demo.py $(if $(RANKS),--ranks $(RANKS))
 
 test: env lint types ## Lint, type check and test: what the CI runs
-	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

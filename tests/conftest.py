@@ -23,6 +23,28 @@ from fullshard import options, units  # noqa: E402 - found by way of the path ab
 units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
 
 
+# Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
+LONGEST_FIRST = (
+    "test_documents",
+    "test_train_command",
+    "test_resume",
+    "test_hf_trainer",
+    "test_onnx",
+    "test_hf_checkpoints",
+    "test_two_nodes",
+    "test_tensor_parallel_use",
+    "test_checkpoint_optimizers",
+    "test_small_models",
+    "test_wire",
+    "test_numbers",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(autouse=True)
 def _no_group_is_left_behind() -> Iterator[None]:
     """A test that shards in this very process would leave the next one a world of one."""

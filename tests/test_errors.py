@@ -182,7 +182,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "gradient": (_with_gradient, "ModelError", "blocks.0.0.weight"),
     "kept in a tuple": (_with_tuple, "ModelError", "head.weight"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "ModelError", "no parameters"),
-    "nothing initialises it": (_on_meta, "ModelError", "scale"),
+    "nothing initialises it": (_on_meta, "Uninitialised", "scale"),
     "initialiser raises": (_failing_initialiser, "ModelError", "on purpose"),
     "sparse": (
         lambda: nn.ParameterList([nn.Parameter(torch.ones(3).to_sparse())]), "ModelError", "sparse",

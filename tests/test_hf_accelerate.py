@@ -130,6 +130,7 @@ def _predictions(accelerator: Any, model: Any) -> torch.Tensor:
 
 def _loop(folder: str, how: str) -> dict[str, Any]:
     import safetensors.torch
+    from accelerate.utils import merge_fsdp_weights
 
     accelerator = _accelerator(how)
     made = _made(accelerator)
@@ -147,6 +148,8 @@ def _loop(folder: str, how: str) -> dict[str, Any]:
     accelerator.load_state(f"{folder}/state")
     found["repeated"] = _epoch(accelerator, made)
     if how != "alone":
+        merge_fsdp_weights(f"{folder}/state/pytorch_model_fsdp_0", f"{folder}/merged")
+        found["merged"] = safetensors.torch.load_file(f"{folder}/merged/model.safetensors")
         runtime = model.__dict__["_fullshard"]
         found |= {"syncs": runtime.comm.step, "units": [u.name for u in runtime.units]}
         found["strategy"] = runtime.options.strategy
@@ -168,6 +171,8 @@ def test_loop_takes_the_steps_of_one_process_however_fsdp_is_asked_for(tmp_path:
             assert mine["unwrapped"]
             assert mine["syncs"] == 3 * 3
             _assert_close(mine["saved"], plain["saved"], tolerance)
+            assert mine["merged"].keys() == mine["saved"].keys()
+            assert all(torch.equal(mine["merged"][name], value) for name, value in mine["saved"].items())
         _assert_close(first["state"], plain["state"], tolerance)
         assert second["state"] == {}
         if how == "environment":

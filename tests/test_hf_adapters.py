@@ -28,6 +28,8 @@ def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str,
     from peft import PeftModel, get_peft_model
     from safetensors import safe_open
 
+    from fullshard.errors import FullshardError
+
     hf_runs.forget()
     made = hf_runs.trainer(folder, copy.deepcopy(said), get_peft_model(hf_runs.causal_lm(), _lora()))
     made.train(resume_from_checkpoint=resume)
@@ -36,7 +38,7 @@ def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str,
         logits = made.model.eval()(input_ids=IDS).logits
     found = {"steps": hf_runs.steps(made), "logits": logits}
     if "fsdp" not in said:
-        return found
+        return found | {"counts": made.model.get_nb_trainable_parameters()}
     made.accelerator.wait_for_everyone()
     with torch.no_grad():
         loaded = PeftModel.from_pretrained(hf_runs.causal_lm(), f"{folder}/final").eval()
@@ -44,6 +46,15 @@ def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str,
         with safe_open(f"{folder}/checkpoint-4/pytorch_model_fsdp_0/model.safetensors", "pt") as file:
             found["names"] = list(file.keys())
     found["files"] = sorted(os.listdir(f"{folder}/checkpoint-4"))
+    found["counts"] = made.model.get_nb_trainable_parameters()
+    made.model.save_pretrained(f"{folder}/without", is_main_process=made.accelerator.is_main_process)
+    made.accelerator.wait_for_everyone()
+    with safe_open(f"{folder}/without/adapter_model.safetensors", "pt") as file:
+        found["names without"] = list(file.keys())
+    try:
+        made.model.merge_and_unload()
+    except FullshardError as error:
+        found["merging"] = f"{type(error).__name__}: {error}"
     state = made.accelerator.get_state_dict(made.model)
     base = {
         name.removeprefix("base_model.model."): value for name, value in state.items() if "lora" not in name
@@ -68,6 +79,9 @@ def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path
             assert not any(file.startswith("model") for file in found["files"])
             assert len(found["names"]) == 8
             assert all("lora_" in name for name in found["names"])
+            assert len(found["names without"]) == 8
+            assert found["counts"] == plain["counts"]
+            assert found["merging"].startswith("NotSupported")
     resumed = ranks.run(_adapted, 2, str(folder), said, str(folder / "checkpoint-2"), timeout_s=240)
     assert resumed[0]["steps"] == found["steps"]
     assert torch.equal(resumed[0]["logits"], found["logits"])
@@ -220,3 +234,59 @@ def test_sft_trainer_takes_the_steps_of_one_process(tmp_path: Path, said: dict[s
         hf_runs.compare(found["steps"], plain["steps"], 2e-5 if said else 5e-3)
         assert found.get("loaded", True)
         assert ("adapter_model.safetensors" in found["files"]) == ("lora" in said)
+
+
+def _aligned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+    """trl's trainers that hold a second model (DPO) and that generate as they train (GRPO)."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PrinterCallback
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+    count = int(os.environ["WORLD_SIZE"])
+    if count == 1:
+        hf_runs.alone()
+    tiny = f"{folder}/tiny{os.environ.get('RANK', '0')}"
+    hf_runs.causal_lm().save_pretrained(tiny)  # trl makes the second model from where the first one lay
+    words = [[f"w{(7 * n + 3 * i) % 40}" for i in range(6)] for n in range(8)]
+    rows = [
+        {"prompt": " ".join(w[:3]), "chosen": " ".join(w[3:]), "rejected": " ".join(w[:2])} for w in words
+    ]
+
+    def distinct(completions: list[str], **_: Any) -> list[float]:
+        return [sum(float(w[1:]) for w in c.split() if w[1:].isdigit()) / 40 for c in completions]
+
+    found = {}
+    kinds = {"dpo": (DPOTrainer, DPOConfig, {}, {}), "grpo": (GRPOTrainer, GRPOConfig, {}, {})}
+    kinds["dpo"][2].update(max_length=16)
+    kinds["grpo"][2].update(num_generations=2, max_completion_length=5, beta=0.1)
+    kinds["grpo"][3].update(reward_funcs=distinct)
+    for kind, (trainer, config, more, arguments) in kinds.items():
+        hf_runs.forget()
+        plain = {"output_dir": folder, "per_device_train_batch_size": 4 // count, "max_steps": 2}
+        plain |= {"logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "adam_epsilon": 1e-4}
+        plain |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False}
+        made = trainer(
+            model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
+            args=config(**plain, **more, **said),
+            train_dataset=Dataset.from_list(
+                rows if kind == "dpo" else [{"prompt": r["prompt"]} for r in rows]
+            ),
+            processing_class=_tokenizer(),
+            **arguments,
+        )
+        made.remove_callback(PrinterCallback)
+        made.train()
+        assert ("_fullshard" in made.model.__dict__) == ("fsdp" in said)
+        found[kind] = hf_runs.steps(made)
+    return found
+
+
+@pytest.mark.long
+def test_dpo_and_grpo_trainers_take_the_steps_of_unsharded_ranks(tmp_path: Path) -> None:
+    """What GRPO samples depends on the rank, so it is held against DDP."""
+    plain = ranks.run(_aligned, 2, str(tmp_path / "plain"), {}, timeout_s=240)
+    for mine, theirs in zip(
+        ranks.run(_aligned, 2, str(tmp_path / "ours"), ZERO3, timeout_s=240), plain, strict=True
+    ):
+        for kind in ("dpo", "grpo"):
+            hf_runs.compare(mine[kind], theirs[kind])

@@ -110,6 +110,40 @@ def test_best_model_is_loaded_at_the_end_and_old_checkpoints_go(tmp_path: Path, 
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
 
 
+def _saved_as_in_a_loop(folder: str) -> dict[str, Any]:
+    """The last lines of a loop with accelerate, which give save_pretrained no state dict."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    import fullshard as fs
+
+    hf_runs.forget()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.unwrap_model(accelerator.prepare(hf_runs.causal_lm()))
+    main = accelerator.is_main_process
+    model.save_pretrained(f"{folder}/all", is_main_process=main, save_function=accelerator.save)
+    with fs.full(model, writeback=False):
+        model.save_pretrained(f"{folder}/full")
+    try:
+        model.save_pretrained(f"{folder}/alone")
+    except fs.FullshardError as error:
+        return {"error": f"{type(error).__name__}: {error}", "written": os.path.exists(f"{folder}/alone")}
+    return {"error": "none"}
+
+
+def test_save_pretrained_writes_the_whole_model_if_all_ranks_call_it_and_nothing_otherwise(
+    tmp_path: Path,
+) -> None:
+    for found in ranks.run(_saved_as_in_a_loop, 2, str(tmp_path), timeout_s=120):
+        assert found["error"].startswith("StateError")
+        assert "is_main_process=accelerator.is_main_process" in found["error"]
+        assert not found["written"]
+    ids = hf_runs.samples(2, seed=9)[1]["input_ids"][None]
+    with torch.no_grad():
+        expected = hf_runs.causal_lm().eval()(input_ids=ids).logits
+    for folder in ("all", "full"):
+        assert torch.equal(_logits(tmp_path / folder), expected), folder
+
+
 def _last_checkpoint(folder: str) -> Any:
     hf_runs.forget()
     from transformers.trainer_utils import get_last_checkpoint

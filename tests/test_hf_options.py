@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,17 @@ import ranks
 from test_hf_accelerate import Block, Net
 
 
-def _prepared(plugin: dict[str, Any], **said: Any) -> Any:
-    """A model prepared under these settings of the plugin, or the error by which they are refused."""
+def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **said: Any) -> Any:
+    """A model prepared under these settings of the plugin, or the error by which they are refused.
+
+    `launched` is what `accelerate launch` would have set.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     from fullshard.errors import FullshardError
 
     hf_runs.forget()
+    os.environ.update(launched or {})
     try:
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin), **said)
         torch.manual_seed(0)
@@ -32,6 +37,11 @@ def _prepared(plugin: dict[str, Any], **said: Any) -> Any:
         return accelerator.prepare(model, optimizer)[0]
     except FullshardError as error:
         return f"{type(error).__name__}: {error.what}"
+
+
+def _launched(strategy: str, reshard: str) -> dict[str, str]:
+    """`accelerate launch` always sets both, and accelerate reads one of them."""
+    return {"FSDP_SHARDING_STRATEGY": strategy, "FSDP_RESHARD_AFTER_FORWARD": reshard}
 
 
 def _refused() -> dict[str, Any]:
@@ -47,6 +57,7 @@ def _refused() -> dict[str, Any]:
         ),
         "local state": _prepared({"state_dict_type": "LOCAL_STATE_DICT"}),
         "two strategies": _prepared({"sharding_strategy": "NO_SHARD", "reshard_after_forward": "FULL_SHARD"}),
+        "two launched": _prepared({}, _launched("NO_SHARD", "shard_grad_op")),
         "strategy of version 1": _prepared(
             v2 | {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}
         ),
@@ -67,6 +78,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name() -> None:
         "offload of activations": ("NotSupported", "activation_checkpointing_offload"),
         "local state": ("NotSupported", "LOCAL_STATE_DICT"),
         "two strategies": ("OptionError", "sharding_strategy is NO_SHARD"),
+        "two launched": ("OptionError", "fsdp_sharding_strategy NO_SHARD"),
         "strategy of version 1": ("OptionError", "sharding_strategy='FULL_SHARD'"),
         "class": ("OptionError", "'Blok'"),
         "policy": ("NotSupported", "auto_wrap_policy CustomPolicy"),
@@ -130,6 +142,10 @@ def _honoured() -> dict[str, Any]:
         "named beside torch's function": _prepared(
             named | {"auto_wrap_policy": transformer_auto_wrap_policy}
         ),
+        "named without a policy": _prepared({"transformer_cls_names_to_wrap": ["Block"]}),
+        "named by the launcher": _prepared({}, {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}),
+        "zero2 by the launcher": _prepared({}, _launched("FULL_SHARD", "shard_grad_op")),
+        "zero2 by the launcher, version 2": _prepared({"fsdp_version": 2}, _launched("2", "true")),
         "not wrapped": _prepared({"auto_wrap_policy": "no_wrap"}),
         "wrapped by policy": _prepared({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}),
         "policy": _prepared({"mixed_precision_policy": policy}),
@@ -154,7 +170,19 @@ def _honoured() -> dict[str, Any]:
     del early.__dict__["_fullshard_given"]  # as one has it that was made before the import
     found["early"] = _said(Accelerator(cpu=True, fsdp_plugin=early).prepare_model(Net()))
     hf_runs.forget()
-    with door.options(units=Block, keep_full="all", strategy="zero2"):
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="bf16")
+    accelerator.state.fsdp_plugin.set_mixed_precision(torch.float16, override=True)
+    found["later"] = _said(accelerator.prepare_model(Net()))
+    type(accelerator.state)._reset_state()  # as scripts do between two accelerators
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    found["after a reset"] = _said(accelerator.prepare(Net()))
+    try:
+        with accelerator.join_uneven_inputs([], even_batches=False):
+            pass
+    except Exception as error:
+        found["uneven"] = f"{type(error).__name__}: {error}"
+    hf_runs.forget()
+    with door.options(units=Block, keep_full="all", strategy="zero2", device="cpu"):
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
         found["own"] = _said(accelerator.prepare_model(Net()))
     found["after own"] = _said(accelerator.prepare_model(Net()))
@@ -180,7 +208,11 @@ def test_settings_reach_the_engine() -> None:
     assert found["not sharded"]["whole"] > 3 * default["whole"]
     assert (found["hybrid, zero2"]["strategy"], found["hybrid, zero2"]["keep_full"]) == ("hybrid", True)
     assert (found["named"]["units"], found["named"]["checkpointing"]) == (["", *blocks], True)
-    assert found["named beside torch's function"]["units"] == ["", *blocks]
+    assert (
+        found["named without a policy"]["units"] == found["named by the launcher"]["units"] == ["", *blocks]
+    )
+    for what in ("zero2 by the launcher", "zero2 by the launcher, version 2"):
+        assert found[what]["strategy"] == "zero2", what
     assert found["not wrapped"]["units"] == [""]
     assert found["wrapped by policy"]["units"] == ["", *(f"{b}.inner" for b in blocks), "head"]
     narrow, wide = torch.bfloat16, torch.float32
@@ -188,10 +220,13 @@ def test_settings_reach_the_engine() -> None:
     assert set(found["policy"]["buffers"].values()) == {narrow}
     assert found["bf16"]["precision"] == fs.Precision(compute=narrow, outputs=wide)
     assert set(found["bf16"]["buffers"].values()) == {wide}
+    assert found["later"]["precision"].compute == torch.float16
     assert found["policy and bf16"]["precision"] == fs.Precision(compute=narrow, wire=narrow, outputs=narrow)
     assert found["ignored"]["ignored"] == 4
     assert (found["mesh"]["strategy"], found["mesh"]["groups"]) == ("hybrid", (2, 4))
     assert found["early"]["strategy"] == "zero2"
+    assert found["after a reset"] == found["after own"]
+    assert found["uneven"].startswith("NotSupported")
     assert (found["own"]["units"], found["own"]["strategy"]) == (["", *blocks], "zero2")
     assert found["after own"] == default | {"buffers": {"scale": wide}}
     assert found["unknown"].startswith("OptionError")

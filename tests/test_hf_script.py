@@ -60,6 +60,7 @@ def test_script_with_one_more_import_trains_under_torchrun_as_it_does_alone(tmp_
     ours.write_text("import fullshard.hugging_face\n" + text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--log-dir", str(tmp_path / "logs")]
     sharding = ["--fsdp", "full_shard auto_wrap", "--per_device_train_batch_size", "1"]
     alone = ["--per_device_train_batch_size", "2", "--use_cpu"]
     commands = [

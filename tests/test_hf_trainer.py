@@ -149,6 +149,9 @@ def _refused(folder: str) -> dict[str, str]:
         "adafactor": {"optim": "adafactor"},
         "offload": {"fsdp": "full_shard offload"},
         "full evaluation": {"bf16_full_eval": True},
+        "unread key": {"fsdp_config": {"transformer_layer_class_to_wrap": "LlamaDecoderLayer"}},
+        "offload in other words": {"fsdp_config": {"fsdp_offload_params": True}},
+        "two strategies": {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},
     }.items():
         hf_runs.forget()
         try:
@@ -156,6 +159,9 @@ def _refused(folder: str) -> dict[str, str]:
             made.evaluate() if what == "full evaluation" else made.train()
         except FullshardError as error:
             found[what] = f"{type(error).__name__}: {error}"
+    hf_runs.forget()
+    made = hf_runs.trainer(folder, {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 7}})
+    found["size"] = f"{made.accelerator.state.fsdp_plugin.min_num_params}"
     return found
 
 
@@ -167,6 +173,10 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
         assert "offload" in found["offload"]
         assert found["full evaluation"].startswith("NotSupported")
         assert "bf16_full_eval" in found["full evaluation"]
+        assert "'transformer_layer_class_to_wrap', which transformers does not read" in found["unread key"]
+        assert "Say 'cpu_offload'" in found["offload in other words"]
+        assert "fsdp is 'shard_grad_op', and fsdp_config says" in found["two strategies"]
+        assert found["size"] == "7"  # and not left out because no policy was named
 
 
 def _smaller_batch(folder: str) -> dict[str, Any]:

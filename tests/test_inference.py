@@ -317,6 +317,11 @@ def _refusals() -> float:
             model(x)
         first.data.copy_(kept)
     with _refused("changed through p.data"), fs.inference(model):
+        model.__dict__["_fullshard"].gathering.staying._tells_at_once = False  # as on a GPU
+        first.data.mul_(2.0)
+        model(x)
+        first.data.copy_(kept)  # out again before leaving
+    with _refused("changed through p.data"), fs.inference(model):
         first.data.view(-1)[0] += 1.0
         model(x)
     first.data.copy_(kept)

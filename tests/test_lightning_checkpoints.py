@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 
 import fullshard as fs
 import ranks
@@ -192,6 +192,56 @@ def test_consolidated_checkpoint_is_a_plain_one(runs: Any, tmp_path: Path) -> No
     assert weights["state_dict"].keys() == Lit().state_dict().keys()
 
 
+def test_lightnings_own_readers_read_the_folder(runs: Any) -> None:
+    folder, plain, _ = runs
+    one = folder / "0.0" / "one epoch.ckpt"
+    loaded = Lit.load_from_checkpoint(one, map_location=lambda storage, _: storage, lr=0.5)
+    assert loaded.hparams == Lit(lr=0.5).hparams
+    for name, value in plain["first"].weights.items():
+        torch.testing.assert_close(
+            dict(loaded.named_parameters())[name].detach(), value, rtol=1e-5, atol=1e-6
+        )
+    assert_same_run([_fit(Kept(), trainer(max_epochs=3), one)], _rest(plain["all"]))
+
+
+# --- callbacks that change the optimizer ------------------------------------------------------------------
+
+
+class Thaw(BaseFinetuning):
+    """Trains the blocks from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net.blocks)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net.blocks, optimizer, lr=0.01)
+
+
+class Thawed(Lit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.seen.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
+
+
+def _thawed(folder: Path) -> tuple[Seen, Seen]:
+    path = folder / f"thawed on {place()[1]}.ckpt"
+    run = trainer(sharded() if place()[1] > 1 else "auto", max_epochs=2, callbacks=[Thaw()])
+    first = _fit(Thawed(), run, val=False)
+    run.save_checkpoint(path)
+    again = trainer(sharded() if place()[1] > 1 else "auto", max_epochs=3, callbacks=[Thaw()])
+    return first, _fit(Thawed(), again, path, val=False)
+
+
+def test_layers_unfrozen_by_a_callback_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    found = ranks.run(_thawed, 2, tmp_path, timeout_s=120)
+    for ours, plain in zip(zip(*found, strict=True), _thawed(tmp_path), strict=True):
+        assert_same_run(list(ours), plain)
+
+
 # --- two optimizers, and what is refused -----------------------------------------------------------------
 
 
@@ -253,6 +303,7 @@ def test_checkpoints_that_cannot_be_honoured_are_refused_by_name(tmp_path: Path)
         assert "on_save_checkpoint" in found["edited"]
         assert "net.head" in found["edited"]
         assert "on_load_checkpoint" in found["reads"]
+        assert "on_train_start" in found["reads"]  # on_fit_start comes before a checkpoint is read
         assert "saved without an optimizer" in found["weights"]
         assert "nothing.ckpt" in found["missing"]
         assert found["other model"].startswith("CheckpointError")

@@ -50,13 +50,13 @@ class Stream(IterableDataset[Any]):
         return iter(self.items)
 
 
-def _uneven(each: list[int]) -> list[Any]:
-    """As many batches as this rank gets, the last one shorter; rank after rank they are one list."""
+def _uneven(each: list[int], last: int = 1) -> list[Any]:
+    """As many batches as this rank gets, the last of `last` samples; rank after rank they are one list."""
     rank, count = place()
     items = batches(0, 1, sum(each), each=2, seed=7)
     mine = items[sum(each[:rank]) : sum(each[: rank + 1])] if count > 1 else items
     return [
-        tuple(t[:1] for t in item) if i == len(mine) - 1 and rank == count - 1 else item
+        tuple(t[:last] for t in item) if i == len(mine) - 1 and rank == count - 1 else item
         for i, item in enumerate(mine)
     ]
 
@@ -90,6 +90,52 @@ def test_evaluation_with_other_numbers_of_batches_on_each_rank_ends_with_the_num
     torch.testing.assert_close(found[0]["after two"], plain["after two"], rtol=1e-5, atol=1e-6)
 
 
+class Several(Lit):
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, index)
+
+    def predict_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> Tensor:
+        return super().predict_step(batch, index)
+
+
+def _several(strategy: Any, each: list[list[int]], wrap: Any, **options: Any) -> dict[str, Any]:
+    """Dataloaders with so many batches on each rank, one after the other; metrics are summed over ranks."""
+    run, module = trainer(strategy, **options), Several()
+    loaders = [loader(wrap(_uneven(counts, last=2))) for counts in each]
+    with quietly():
+        # A rank without a batch has logged nothing, and sums nothing.
+        values = run.validate(module, loaders, verbose=False) if all(map(all, each)) else None
+        predicted = run.predict(module, loaders)
+    return {"values": values, "predicted": predicted}
+
+
+CASES: dict[str, tuple[list[list[int]], Any, dict[str, Any]]] = {
+    "lengths": ([[3, 1], [1, 3]], list, {}),
+    "streams": ([[2, 1], [1, 2]], Stream, {}),
+    "a stream that ends before the limit": (
+        [[2, 1]],
+        Stream,
+        {"limit_val_batches": 3, "limit_predict_batches": 3},
+    ),
+    "nothing on one rank": ([[2, 0]], Stream, {}),
+}
+
+
+def _several_on_shards() -> dict[str, Any]:
+    return {name: _several(sharded(), each, wrap, **o) for name, (each, wrap, o) in CASES.items()}
+
+
+def test_dataloaders_with_other_lengths_on_each_rank_end_one_after_the_other_on_all() -> None:
+    found = ranks.run(_several_on_shards, 2, timeout_s=120)
+    for name, (each, wrap, _) in CASES.items():
+        plain = _several("auto", each, wrap)
+        for run in found:
+            torch.testing.assert_close(run[name]["values"], plain["values"], rtol=1e-5, atol=1e-6)
+        mine = [run[name]["predicted"] for run in found]
+        together = [a + b for a, b in zip(*mine, strict=True)] if len(each) > 1 else mine[0] + mine[1]
+        torch.testing.assert_close(together, plain["predicted"], rtol=1e-5, atol=1e-6)
+
+
 # --- building ------------------------------------------------------------------------------------------
 
 
@@ -110,12 +156,43 @@ class OnMeta(Lit):
             self.load_state_dict(Lit().state_dict())
 
 
+class Metric(nn.Module):
+    """Keeps a tensor that is neither parameter nor buffer, as metrics do; `_apply` moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.moved = torch.zeros(1), False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.total, self.moved = fn(self.total), True
+        return super()._apply(fn, recurse)
+
+
+class Measured(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Metric()
+
+
+@pytest.fixture(scope="module")
+def meta_runs() -> Any:
+    return ranks.run(_on_meta, 2, timeout_s=120)
+
+
 def _on_meta() -> Any:
-    return fitted(OnMeta, sharded())
+    module = Measured()
+    fitted(lambda: module, sharded())
+    seen = fitted(OnMeta, sharded())
+    seen.other = {"moved": module.metric.moved}
+    return seen
 
 
-def test_network_built_on_meta_in_configure_model_trains_as_one_that_had_memory() -> None:
-    assert_same_run(ranks.run(_on_meta, 2, timeout_s=120), fitted(Lit))
+def test_metric_in_a_module_goes_where_the_shards_go(meta_runs: Any) -> None:
+    assert all(seen.other["moved"] for seen in meta_runs)
+
+
+def test_network_built_on_meta_in_configure_model_trains_as_one_that_had_memory(meta_runs: Any) -> None:
+    assert_same_run(meta_runs, fitted(Lit))
 
 
 class Steps(Callback):
@@ -203,6 +280,11 @@ def _refused() -> dict[str, str]:
         def configure_model(self) -> None:
             self.net = Net()
 
+    def other_numbers_of_batches() -> str:
+        with pytest.raises(fs.FullshardError) as caught, quietly():
+            trainer(sharded()).fit(Lit(), loader(batches(*place(), 4 - place()[0])))
+        return str(caught.value)
+
     def refusal(make: Any, ours: dict[str, Any] | None = None, **options: Any) -> str:
         with pytest.raises(fs.FullshardError) as caught:
             fitted(make, sharded(**(ours or {})), **options)
@@ -222,6 +304,7 @@ def _refused() -> dict[str, str]:
         "strategy='zero3'": refusal(lambda: twice, {"strategy": "zero2"}),
         "configure_model": refusal(lambda: again),
         "unknown strategy": refusal(Lit, {"strategy": "zero9"}),
+        "4 on rank 0, 3 on rank 1": other_numbers_of_batches(),
     }
 
 

@@ -183,6 +183,30 @@ def test_onnx_of_a_checkpoint_has_the_logits_of_the_model_that_was_saved(family:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "saved"]
 
 
+def _gpt_exported(folder: str) -> list[Any]:
+    """A built-in GPT as `fullshard train` saves it, through the command, which is a process of its own."""
+    import fullshard as fs
+    from fullshard.cli import main
+    from fullshard.training.gpt import GPT, GPTConfig
+
+    here = Path(folder)
+    model = GPT(GPTConfig(num_layers=1, num_heads=2, width=8, context=16, vocabulary=61))
+    plain = copy.deepcopy(model)
+    fs.save(here / "saved", fs.shard(model), torch.optim.AdamW(model.parameters()))
+    torch.distributed.destroy_process_group()
+    assert main(["export", str(here / "saved"), "--to", str(here / "plain"), "--dtype", "bf16"]) == 0
+    assert main(["export", str(here / "saved"), "--onnx", str(here / "gpt.onnx")]) == 0
+    tokens = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(1))
+    return [tokens, plain(tokens).logits.detach(), GPTConfig.read(here / "plain") == plain.config]
+
+
+def test_checkpoint_of_the_built_in_gpt_exports_with_its_shape_and_as_onnx(tmp_path: Path) -> None:
+    [[tokens, want, is_same_shape]] = ranks.run(_gpt_exported, 1, str(tmp_path), init=False, timeout_s=200)
+    assert is_same_shape
+    [found] = _run(tmp_path / "gpt.onnx", {"tokens": tokens})
+    torch.testing.assert_close(torch.from_numpy(found), want, rtol=0, atol=1e-4)
+
+
 def _refuse(folder: str) -> list[str]:
     """By a process without a group, as the command line is."""
     import fullshard as fs

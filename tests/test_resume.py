@@ -491,6 +491,7 @@ def _example(root: str) -> None:
 @contextlib.contextmanager
 def _torchrun(root: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", f"{root}-logs"]  # else a folder of every run is left among the system's
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLE.parent.parent / "src")}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([*command, str(EXAMPLE), str(root)], env=environment, **pipes)

@@ -177,6 +177,23 @@ def test_groups_and_meshes_name_the_ranks_to_shard_and_to_replicate_over() -> No
     ranks.run(_ranks_of_four, 4, init=True, timeout_s=180)
 
 
+def _beside_other_groups() -> None:
+    import torch.distributed as dist
+
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+
+    first = dist.new_group([0])  # known to one rank alone
+    assert_values(FSDP(build(seed=my_rank())).state_dict(), dict(build(seed=0).state_dict()), "all ranks")
+    if my_rank() == 0:
+        assert_values(FSDP(build(), process_group=first).state_dict(), dict(build().state_dict()), "alone")
+    found = train(ours(), by_policy(ours(), build()))
+    assert_values(found["model"], in_one_process()["model"], "trained")
+
+
+def test_ranks_find_each_other_when_a_script_has_groups_of_some_of_them() -> None:
+    ranks.run(_beside_other_groups, 2, init=True, timeout_s=90)
+
+
 def _mixed_strategies() -> None:
     from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
     from fullshard.torch_fsdp import ShardingStrategy
@@ -281,6 +298,25 @@ class Scaled(nn.Module):
         return self.linear(x) * table.to(x.dtype)
 
 
+def _ignored_buffers() -> None:
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+    from fullshard.torch_fsdp import MixedPrecision
+
+    half = torch.bfloat16
+    model = build(Watching)
+    model.blocks[0].register_buffer("own", torch.ones(3))
+    model.blocks[1].register_buffer("own", torch.ones(3))
+    left = model.blocks[0]
+    wrapped = FSDP(model, mixed_precision=MixedPrecision(half, half, half), ignored_modules=[left])
+    list(wrapped.parameters())
+    found = {name: buffer.dtype for name, buffer in wrapped.named_buffers() if "norm" not in name}
+    assert found == {"table": half, "blocks.0.own": torch.float32, "blocks.1.own": half}, found
+
+
+def test_buffers_of_ignored_modules_keep_their_dtype() -> None:
+    ranks.run(_ignored_buffers, 2, init=True, timeout_s=60)
+
+
 def _casts() -> None:
     from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
     from fullshard.torch_fsdp import MixedPrecision
@@ -368,6 +404,35 @@ def _from_meta() -> None:
     assert_values(everyone[0], everyone[1], "from reset_parameters")
 
 
+def _shown_on_meta() -> None:
+    """A function that looks whether the module is on meta, as those written for torch do; and one that only
+    fills what it finds."""
+
+    def reset(module: nn.Module) -> None:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(t.is_meta for t in own):
+            module.to_empty(device=torch.device("cpu"), recurse=False)
+            fill(module)
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(3.0)
+
+    for given in (reset, fill):
+        with torch.device("meta"):
+            model = Tied()
+        before = dict(model.named_parameters())
+        wrapped = by_policy(ours(), model, param_init_fn=given)
+        assert all(value.eq(3).all() for value in wrapped.state_dict().values()), given
+        assert all(p is before[name] for name, p in wrapped.named_parameters()), "the same objects"
+        loss_of(wrapped, batch(0, my_rank())).backward()
+
+
+def test_param_init_fn_is_shown_a_module_on_meta() -> None:
+    ranks.run(_shown_on_meta, 2, init=True, timeout_s=60)
+
+
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -447,3 +512,53 @@ def _summoned() -> None:
 
 def test_summoned_parameters_and_gradients_are_whole_and_edits_count() -> None:
     ranks.run(_summoned, 2, init=True, timeout_s=120)
+
+
+def _stepped_back(model: Any, pieces: list[int]) -> list[float]:
+    """Sharpness-aware: a step up the gradient, a second pass there, and back by assigning `p.data`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        before = []
+        for is_up in (True, False):
+            parts = [loss_of(model, batch(step, rank)) for rank in pieces]
+            losses.append(sum(part.item() for part in parts) / len(parts))
+            (sum(parts) / len(parts)).backward()
+            for p in model.parameters() if is_up else ():
+                before.append(p.data.clone())
+                p.data = p.data + 0.5 * p.grad
+            if is_up:
+                optimizer.zero_grad()
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.data = value
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _assigned() -> list[Any]:
+    from fullshard.errors import StateError
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+    from fullshard.torch_fsdp import ShardingStrategy
+
+    found: list[Any] = []
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = by_policy(ours(), build(), sharding_strategy=ShardingStrategy[strategy])
+        losses = _stepped_back(model, [my_rank()])
+        found.append((losses, model.state_dict()))
+    model = FSDP(build())
+    whole = model.state_dict()
+    for name, p in model.named_parameters():
+        p.data = whole[name]
+    with pytest.raises(StateError, match="Assign whole values"):
+        loss_of(model, batch(0, 0))
+    return found
+
+
+def test_values_assigned_to_data_count_in_the_next_pass() -> None:
+    alone = build()
+    losses = _stepped_back(alone, [0, 1])
+    first, second = ranks.run(_assigned, 2, init=True, timeout_s=90)
+    for (mine, state), (theirs, _) in zip(first, second, strict=True):
+        assert_values(state, dict(alone.state_dict()), "stepped back")
+        assert [(a + b) / 2 for a, b in zip(mine, theirs, strict=True)] == pytest.approx(losses, rel=1e-5)

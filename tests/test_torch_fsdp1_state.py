@@ -298,3 +298,42 @@ def test_numbers_that_an_optimizer_keeps_for_a_parameter_without_dimensions_surv
     first, second = ranks.run(_counts, 2, timeout_s=120)
     assert first[:2] == second[:2] == [2.0, 0]
     assert first[2] + second[2] == 1, "one rank has its element"
+
+
+def _parts_alone() -> list[dict[str, Any]]:
+    """Blocks are wrapped, the model around them is not: each is an engine, the rest is not sharded."""
+    from fullshard.torch_fsdp import FullOptimStateDictConfig, StateDictType
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+
+    def wrapped(*blocks: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = build(WithBuffer)
+        for i in blocks:
+            model.blocks[i] = FSDP(model.blocks[i])
+        return model, torch.optim.NAdam(model.parameters(), lr=1e-2)
+
+    model, optimizer = wrapped(0, 2)
+    _step(model, optimizer, [0, 1])  # the same batches on both ranks
+    taken = FSDP.optim_state_dict(model, optimizer)
+    own = optimizer.state_dict()
+    bare = FSDP.optim_state_dict(model, optimizer, {"state": own["state"]})
+    assert "param_groups" not in bare
+    names = list(_expected()[1])
+    sorted_groups = [own["param_groups"][0] | {"params": sorted(names)}]
+    by_names = {"state": {names[i]: held for i, held in own["state"].items()}, "param_groups": sorted_groups}
+    found = [taken, bare | {"param_groups": sorted_groups}, FSDP.optim_state_dict(model, optimizer, by_names)]
+    for blocks, first_only in (((1,), False), ((0, 1), True)):
+        other, second = wrapped(*blocks)
+        config = FullOptimStateDictConfig(rank0_only=first_only)
+        FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT, None, config)
+        given = taken if my_rank() == 0 or not first_only else None
+        FSDP.optim_state_dict_to_load(other, second, given, load_directly=True)
+        FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+        found.append(FSDP.optim_state_dict(other, second))
+    return found
+
+
+def test_optimizer_state_of_wrapped_parts_in_a_plain_model_is_whole_under_the_names_of_the_model() -> None:
+    _, expected, _ = _expected()
+    for found in ranks.run(_parts_alone, 2, init=True, timeout_s=120):
+        for number, state in enumerate(found):
+            assert_state(state, expected, f"way {number}")

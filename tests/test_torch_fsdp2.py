@@ -330,6 +330,70 @@ def test_frozen_unused_and_repeated_modules_train_as_in_one_process() -> None:
     ranks.run(_odd, 2, init=True, timeout_s=120)
 
 
+class Forked(nn.Module):
+    """Ranks take different linears, and nobody takes the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](x)
+
+
+def _unused() -> None:
+    """Weight decay tells zeros from None. A copy has the same gradients as its original."""
+    from fullshard.torch_fsdp import fully_shard
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    plain, x = Forked(), torch.randn(2, 3, WIDTH)
+    model = copy.deepcopy(plain)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_gradient_divide_factor(3.0)
+    twin = copy.deepcopy(model)
+    for way, part in enumerate(x):
+        (plain(part, way).square().sum() / 3).backward()
+    for parameter in plain.ways[2].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.5).step()
+    for each in (model, twin):
+        each(x[rank], rank).square().sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.5).step()
+        _close(each, plain, "zeros for what nobody used")
+
+
+def test_what_nobody_used_has_a_gradient_of_zeros_where_the_setter_asks_for_it() -> None:
+    ranks.run(_unused, 2, init=True, timeout_s=120)
+
+
+def _replicated() -> None:
+    """Odd widths: shards of ranks differ in shape, and torch's would send them about."""
+    from torch.distributed._composable import replicate
+
+    from fullshard.errors import ModelError
+    from fullshard.torch_fsdp import fully_shard
+
+    model = build(tie=False)
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block)
+    replicate(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    _both(model, plain, optimizers)
+    _close(model, plain, "replicated around shards")
+    even = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    fully_shard(even[1])
+    wrapped = nn.parallel.DistributedDataParallel(even, find_unused_parameters=True)
+    with pytest.raises(ModelError, match="around sharded parameters"):
+        wrapped(torch.ones(1, 4))
+
+
+def test_torchs_replicate_leaves_shards_alone_and_ddp_around_them_is_an_error() -> None:
+    ranks.run(_replicated, 2, init=True, timeout_s=120)
+
+
 # --- precision -----------------------------------------------------------------------------------------
 
 
@@ -452,10 +516,13 @@ def test_batch_norm_computes_in_the_dtype_of_its_statistics() -> None:
 
 def _compiled() -> None:
     losses = []
-    for compiled in (False, True):
+    for compiled in ("never", "before", "after"):
         model = build()
+        if compiled == "before":
+            for block in model.blocks:
+                block.compile(backend="eager", fullgraph=True)
         by_blocks(model)
-        if compiled:
+        if compiled == "after":
             for block in model.blocks:
                 block.compile(backend="eager")  # before the model is sharded
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -465,12 +532,12 @@ def _compiled() -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    assert losses[:3] == losses[3:]
+    assert losses[:3] == losses[3:6] == losses[6:]
     from torch._dynamo.utils import counters
 
     assert counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.long
-def test_block_compiled_before_the_first_use_gives_the_same_losses() -> None:
+def test_block_compiled_before_or_after_fully_shard_gives_the_same_losses() -> None:
     ranks.run(_compiled, 2, init=True, timeout_s=180)

@@ -379,6 +379,67 @@ def _meta_loaded() -> None:
     assert same(whole(holder[0]), values)
 
 
+def _meta_in_pieces() -> None:
+    """Adapters get their values by themselves; the rest is loaded value by value."""
+    from fullshard.torch_fsdp import fully_shard
+
+    torch.manual_seed(0)
+    values = {"0.weight": torch.randn(3, 4), "0.bias": torch.randn(3), "1.weight": torch.randn(2, 3)}
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+        model[0].register_buffer("shift", torch.ones(3))
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    nn.init.constant_(model[2].to_empty(device="cpu").weight, 7.0)
+    model[1].shift = nn.Parameter(torch.full((5,), 9.0))  # beside a weight that is on meta
+    for name, value in values.items():
+        model.load_state_dict({name: value}, strict=False, assign=True)
+    low = {"0.bias": values["0.bias"].bfloat16()}
+    assert refusal(lambda: model.load_state_dict(low, strict=False, assign=True)) == "NotSupported"
+    found = whole(model)
+    assert all(reference.bitwise(found[name], value) for name, value in values.items())
+    assert found["2.weight"].unique().tolist() == [7.0]
+    assert found["1.shift"].tolist() == [9.0] * 5
+
+
+def test_values_put_into_a_meta_model_stay_while_others_are_loaded_in_pieces() -> None:
+    ranks.run(_meta_in_pieces, 2, init=True, timeout_s=120)
+
+
+def _meta_replaced() -> None:
+    """Norms of weights, as DoRA has them: made from others' values and put in the place of a parameter."""
+    from fullshard.torch_fsdp import fully_shard
+
+    torch.manual_seed(0)
+    wanted = torch.randn(3, 3)
+    for early in (False, True):
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+            model.norms, model[0].norms = (nn.Parameter(torch.empty(3)) for _ in range(2))
+        fully_shard(model[0])
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for each in model:
+                each.weight.copy_(wanted)
+            for holder in (model, model[0]):  # the second one while its unit is open
+                holder.norms = nn.Parameter(model[0].weight.norm(dim=1))
+        if early:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss = model(torch.ones(1, 3)).sum()
+        found = whole(model)
+        for name in ("norms", "0.norms"):
+            reference.assert_close(found[name], wanted.norm(dim=1), name, rtol=1e-6, atol=0.0)
+        loss.backward()
+        if early:
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            assert trained == {id(p) for p in model.parameters()}
+
+
+def test_parameter_put_in_the_place_of_another_before_the_first_use_counts() -> None:
+    ranks.run(_meta_replaced, 2, init=True, timeout_s=120)
+
+
 def _meta_all() -> None:
     _meta()
     _meta_with_different_seeds()
@@ -577,7 +638,6 @@ def _hints() -> None:
     model.set_unshard_in_backward(False)
     model.set_post_optim_event(None)
     model.set_force_sum_reduction_for_comms(True)
-    model.set_reduce_scatter_unused_params(True)
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_separate_reduce_scatter_group()
     model.set_allocate_memory_from_process_group_for_comm(False)

@@ -40,9 +40,7 @@ class Council:
         self.host_copy: Any = None  # the buffer of background saves, kept for the next one
         if self.ranks > 1:
             timeout = timedelta(seconds=launch().stall_timeout_s)
-            self._group = dist.new_group(
-                members, backend="gloo", use_local_synchronization=True, timeout=timeout
-            )
+            self._group = new_group(members, backend="gloo", timeout=timeout)
 
     def tell(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
@@ -159,17 +157,19 @@ def start() -> None:
 
 
 def end_groups_at_exit() -> None:
-    """For groups that the script did not start, and so does not end.
-
-    Left open, gloo's threads may abort the exit of a process that did all its work.
-    """
-    atexit.unregister(_end_groups)
-    atexit.register(_end_groups)
+    """For groups that the script did not start, and so does not end."""
+    atexit.unregister(_end_unless_failed)
+    atexit.register(_end_unless_failed)
 
 
-def _end_groups() -> None:
-    failed = hasattr(sys, "last_value")  # then ranks may still be in a collective, and NCCL would wait for it
-    if dist.is_initialized() and not failed:
+def _end_unless_failed() -> None:
+    if not hasattr(sys, "last_value"):  # then ranks may still be in a collective, and NCCL would wait for it
+        end_groups()
+
+
+def end_groups() -> None:
+    """Left open, gloo's threads may abort the exit of a process that did all its work."""
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

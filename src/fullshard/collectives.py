@@ -13,6 +13,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashSt
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError, OptionError, speak_as
-from fullshard.grid import grid_of
+from fullshard.grid import grid_of, named_by_members
 from fullshard.record_files import remove_abandoned
 from fullshard.records import Records
 from fullshard.waiting import Operation, Waiter, Watch
@@ -196,6 +197,8 @@ class Comm:
             self.max_everywhere(ones)
         else:
             self._said = self._start_all_reduce(ones, dist.ReduceOp.MAX, self._small_group, "gradients")
+            if self.waiter.profiled:
+                self._said.wait()
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
@@ -341,10 +344,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def new_group(ranks: list[int], backend: str | None = None) -> Any:
+def new_group(ranks: list[int], backend: str | None = None, timeout: timedelta | None = None) -> Any:
     if dist.get_backend() == SIMULATED:
         backend = None  # the other ranks are not there: agreements on the host are simulated too
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    with named_by_members(ranks):
+        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
 def start() -> bool:

@@ -24,6 +24,7 @@ from fullshard.surface import StandIn
 def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     if id(runtime) in memo:
         return memo[id(runtime)]  # type: ignore[no-any-return]
+    runtime.gathering.forget_interrupted()
     if any(unit.depth or unit.whole for unit in runtime.units):
         raise StateError("deepcopy of a sharded model that is not at rest", "Copy it between steps.")
     twin = memo[id(runtime)] = object.__new__(Runtime)
@@ -37,6 +38,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
     twin.alone = runtime.alone
+    twin.reduction.divide_by = {memo[id(x)]: factor for x, factor in runtime.reduction.divide_by.items()}
     order = runtime.gathering.order
     twin.gathering.order = None if order is None else list(order)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
@@ -47,9 +49,11 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
 
 
 def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
+    lane.take_assigned()
     parameters: list[nn.Parameter] = [copy.deepcopy(p, memo) for p in lane.parameters]
     twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.whole_at_rest)
     twin.rest.copy_(lane.rest)
+    twin.zero_unused = lane.zero_unused
     twin.show_resting()
     return twin
 

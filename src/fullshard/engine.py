@@ -21,7 +21,7 @@ from fullshard.generation import inferring
 from fullshard.options import Options
 from fullshard.plan import Plan, make_plan
 from fullshard.precision import Precision
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of, is_sharded
 from fullshard.staying_full import Kept
 from fullshard.units import Unit, find_units
 
@@ -107,6 +107,8 @@ def shard(
         comm.join(agreements.Everyone(comm, beside))
     _agree_on_model(comm, model, found.units, said)
     build(model, found.units, comm, said)
+    if found.moves:
+        model.to(found.device)  # what modules keep beside parameters and buffers: a metric its sums
     if found.device.type == "cuda":
         torch.cuda.empty_cache()  # the whole model was there a moment ago
     return model
@@ -117,6 +119,7 @@ class _Found:
     """What this rank sees before it speaks to the others."""
 
     device: torch.device
+    moves: bool  # the model is elsewhere
     grid: torch.Tensor
     said: Options
     units: list[Unit]
@@ -140,15 +143,17 @@ def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[to
 
 
 def _look_at(model: nn.Module, said: Options, grid: torch.Tensor) -> _Found:
-    device = world.compute_device(said.device or _model_device(model))
-    if tensor_parallel.mesh_of(model) is not None and device != _model_device(model):
+    where = _model_device(model)
+    device = world.compute_device(said.device or where)
+    moves = device != world.compute_device(where)
+    if moves and tensor_parallel.mesh_of(model) is not None:
         raise OptionError(
-            f"device={str(device)!r} for a tensor-parallel model on {_model_device(model)}",
+            f"device={str(device)!r} for a tensor-parallel model on {where}",
             "Leave out device: such a model is where its mesh is.",
         )
     _refuse_unfit(model)
     said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
-    return _Found(device, grid, said, find_units(model, said))
+    return _Found(device, moves, grid, said, find_units(model, said))
 
 
 def _way_to_reduce(said: Options, grid: torch.Tensor, device: torch.device) -> str:
@@ -170,9 +175,9 @@ def plan(
     keep_full: int | str | None = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
-    runtime = model.__dict__.get("_fullshard")
+    runtime = engine_of(model)
     if runtime is not None:
-        return runtime.plan  # type: ignore[no-any-return]
+        return runtime.plan
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
     said = _options.parse(
@@ -310,17 +315,17 @@ def model_of(model: M) -> M:
 def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
     """The engine of a sharded module. `used` ends the time in which torch_fsdp lets scripts initialise it."""
     module = model_of(module)
-    here = module.__dict__ if isinstance(module, nn.Module) else {}
-    runtime = here.get("_fullshard")
+    runtime = engine_of(module)
     if runtime is None or used:
         marked = module if runtime is None else runtime.root.modules[0]
         begin = marked.__dict__.get("_fullshard_begin") if isinstance(marked, nn.Module) else None
         if begin is not None:
             begin(marked)  # marked by torch_fsdp, to be sharded, or to have its values, when first used
-            runtime = here.get("_fullshard")
+            runtime = engine_of(module)
     if runtime is None:
         raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
-    return runtime  # type: ignore[no-any-return]
+    runtime.gathering.forget_interrupted()
+    return runtime
 
 
 def _model_device(model: nn.Module) -> torch.device:
@@ -334,7 +339,7 @@ def _model_device(model: nn.Module) -> torch.device:
 
 def _refuse_unfit(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if "_fullshard" in module.__dict__:
+        if is_sharded(module):
             raise StateError(
                 f"module {name or type(model).__name__!r} is sharded already", "Call fs.shard once."
             )

@@ -17,7 +17,7 @@ import torch
 
 from fullshard.collectives import Comm
 from fullshard.errors import RankMismatch, Stalled, StateError
-from fullshard.live import NO_TASK, LiveUnit, State
+from fullshard.live import NO_TASK, LiveUnit, State, running_calls
 from fullshard.options import Options
 from fullshard.order import Walk, backward_order, kept_units, one_path, settle
 from fullshard.staying_full import Kept, StayingFull, chosen
@@ -133,6 +133,7 @@ class Gathering:
         self.grad_pass = torch.is_grad_enabled()
         self._releasing = self._options.releases_after_forward or not self.grad_pass
         for unit in self.units:
+            unit.abandon()  # a part of the model, called by itself and interrupted
             unit.await_all()
             unit.pending = 0  # a forward that never saw its backward does not hold this one up
 
@@ -154,12 +155,29 @@ class Gathering:
             if not keep or (self._releasing and not stays):
                 unit.release()
             unit.claims = 0
+        self._settle_for_profiler()
+
+    def _settle_for_profiler(self) -> None:
+        if self._comm.waiter.profiled:
+            for unit in self.units:
+                if unit.state is State.GATHERING:
+                    unit.ready()
 
     def abandon_pass(self) -> None:
-        """The root's forward was refused before it began."""
+        """The root's forward was refused before it began, or interrupted."""
         self.forward = self._ahead = None
         for unit in self.units:
+            unit.abandon()
             unit.release()
+
+    def forget_interrupted(self, own_calls: int = 0) -> None:
+        """A forward that ended in KeyboardInterrupt seems to run still: torch calls no hooks behind it.
+
+        `own_calls` of the root are those that ask. A root that calls itself is found on the stack.
+        """
+        stands = self.root.depth and current_task() == NO_TASK
+        if stands and running_calls(self.root.modules[0]) <= own_calls:
+            self.abandon_pass()
 
     def _roll_call(self, wish: int) -> None:
         """First pass: every rank says what it needs, all gather it. Right whatever path a rank takes."""
@@ -281,6 +299,7 @@ class Gathering:
             if not self.keeping:
                 unit.release()
             unit.forget()
+        self._settle_for_profiler()
         self.backward = None
         self._learn_backward()
 
@@ -298,10 +317,9 @@ class Gathering:
 
     def recover(self) -> None:
         """A backward that raised left its marks: forget it."""
-        self.backward = None
         for unit in self.units:
-            unit.depth = 0
-            unit.calls.clear()
+            unit.abandon()
             unit.forget()
             unit.release()
         self._fresh.clear()
+        self.backward = None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import OptionError
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.staying_full import Kept
 from fullshard.surface import Attached
 from fullshard.world import free_bytes
@@ -28,6 +28,7 @@ _MARK = "_is_fsdp_managed_module"  # what transformers looks at to decide whethe
 @contextmanager
 def inferring(runtime: Runtime, module: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
     """No gradients, units kept full, ranks independent of each other."""
+    runtime.gathering.forget_interrupted()
     inside = {id(p) for p in module.parameters()}
     among = {u.index for u in runtime.units if any(id(p) in inside for x in u.lanes for p in x.parameters)}
     marked = [m for m in module.modules() if m.__dict__.get(_MARK)]
@@ -70,7 +71,7 @@ class Generate(Attached):
         models = [self.method.__self__, *(value for value in kwargs.values() if isinstance(value, nn.Module))]
         with ExitStack() as opened:
             for model in models:  # an assistant is called as often as this rank needs it
-                if (runtime := model.__dict__.get("_fullshard")) is not None:
+                if (runtime := engine_of(model)) is not None:
                     opened.enter_context(inferring(runtime, model))
             return self.method(*args, **kwargs)
 

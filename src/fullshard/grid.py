@@ -1,8 +1,12 @@
-"""A mesh in, a grid of ranks out: rows are shard groups, columns replicas. Pure."""
+"""A mesh in, a grid of ranks out: rows are shard groups, columns replicas. And how a group is named."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import OptionError
@@ -35,3 +39,21 @@ def grid_of(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tens
             "Call fs.shard on the ranks of the mesh alone, or build one with every rank.",
         )
     return grid.view(1, -1) if grid.dim() == 1 else grid
+
+
+@contextmanager
+def named_by_members(ranks: list[int]) -> Iterator[None]:
+    """Inside it torch names a group of these ranks as all of them do, whatever other groups each is in.
+
+    For a group that only its members make, torch's name holds the number of groups that the process knows. A
+    script's own `new_group([0])` makes that differ between ranks: they would wait for each other, under
+    different names, forever. Groups of the same ranks are counted instead, for as long as the world lasts.
+    """
+    rank, store = distributed_c10d.get_rank(), distributed_c10d._get_default_store()
+    name = f"fullshard {ranks} {store.add(f'fullshard {ranks} of {rank}', 1)}"
+    torchs = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name  # noqa: ARG005
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = torchs

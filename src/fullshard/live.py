@@ -5,8 +5,10 @@ AT_REST --issue--> GATHERING --ready--> FULL --release--> AT_REST
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,24 @@ class State(Enum):
     AT_REST = "at rest"
     GATHERING = "gathering"
     FULL = "full"
+
+
+def running_calls(module: nn.Module) -> int:
+    """How many calls of this module are on the stacks of this process."""
+    return sum(_is_call(frame, module) for top in sys._current_frames().values() for frame in _stack(top))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_call(frame: FrameType, module: nn.Module) -> bool:
+    """A call through torch's hooks, or of one of our stand-ins for a method."""
+    if frame.f_code.co_name == "__call__" and frame.f_globals.get("__name__", "").startswith("fullshard."):
+        return frame.f_locals.get("module") is module
+    return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
 
 
 def _is_result(value: Any) -> bool:
@@ -139,6 +159,13 @@ class LiveUnit:
         self.depth -= 1
         if self.depth == 0:
             self.slots.show_resting(self._shown)
+
+    def abandon(self) -> None:
+        """Forwards of it that seem to run were interrupted."""
+        if self.depth:
+            self.slots.show_resting(self._shown)
+            self.depth = 0
+        self.calls.clear()
 
     def hand_out(self, grad: bool, tensor: torch.Tensor) -> torch.Tensor:
         """What a caller gets of a tensor that leaves the unit.

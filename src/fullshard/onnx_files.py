@@ -9,15 +9,16 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed import is_initialized
 
 from fullshard import engine
-from fullshard.agreements import Council, council
+from fullshard.agreements import Council, council, end_groups
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.commands import as_damage, identify
 from fullshard.checkpoint.load import load
@@ -28,6 +29,14 @@ from fullshard.unsharded import unsharded
 from fullshard.world import launch
 
 _STILL_BUSY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model whose values are in a checkpoint, and an example batch, by the names of forward's arguments."""
+
+    model: nn.Module
+    inputs: Mapping[str, torch.Tensor]
 
 
 def export(
@@ -65,8 +74,13 @@ def export(
     return _on_first_rank(talk, list)  # waits with its memory free
 
 
-def export_checkpoint(checkpoint: Path, file: Path, check: bool = True) -> list[str]:
-    """Write the Hugging Face model of a checkpoint to an ONNX file: token ids and mask in, logits out.
+def export_checkpoint(
+    checkpoint: Path, file: Path, check: bool = True, subject: Subject | None = None
+) -> list[str]:
+    """Write the model of a checkpoint to an ONNX file.
+
+    subject: what the checkpoint is of. None: the Hugging Face model that its config.json describes; token ids
+        and mask in, logits out.
 
     For one process, which holds the whole model in fp32. Every byte is checked as in fs.load. Returns lines
     that say what was written.
@@ -79,7 +93,7 @@ def export_checkpoint(checkpoint: Path, file: Path, check: bool = True) -> list[
     target = Path(os.path.abspath(file))
     prepare(Wanted(target, {}, {}, check))
     folder = _folder(Path(checkpoint))
-    model = _built(folder)
+    model = _built(folder) if subject is None else subject.model
     try:
         engine.shard(model, strategy="replicate")
         with warnings.catch_warnings():
@@ -87,11 +101,10 @@ def export_checkpoint(checkpoint: Path, file: Path, check: bool = True) -> list[
             notes = _loaded(folder, model)
         with engine.full(model, writeback=False):
             plain = unsharded(model)
-            given = _example(plain)
+            given = _example(plain) if subject is None else dict(subject.inputs)
             lines = write(plain, Wanted(target, given, default_axes(given), check))
     finally:
-        if is_initialized():
-            destroy_process_group()
+        end_groups()
     return [*lines, *(f"  note: {note}" for note in notes)]
 
 

@@ -147,9 +147,7 @@ def _device(value: Any) -> torch.device | None:
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda") or isinstance(value, bool):
-        raise OptionError(
-            f"device is {value!r}", "Give 'cpu', 'cuda' or 'cuda:N'."
-        )
+        raise OptionError(f"device is {value!r}", "Give 'cpu', 'cuda' or 'cuda:N'.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise OptionError(f"device is {value!r}, and this process sees {count} GPUs", "Choose another.")

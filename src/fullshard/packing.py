@@ -93,6 +93,8 @@ class LaneReduction:
             self.pile.close()
 
     def note(self, used: Sequence[bool]) -> None:
+        if self.lane.zero_unused and any(used):
+            used = [True] * len(used)
         self.used = (
             list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
         )
@@ -111,6 +113,10 @@ class Travel:
 
     def over(self) -> bool:
         return self.operation is None or self.operation.over()
+
+    def wait(self) -> None:
+        if self.operation is not None:
+            self.operation.wait()
 
 
 def look_at(lane: Lane) -> None:

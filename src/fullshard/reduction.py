@@ -47,7 +47,7 @@ class Reduction:
         self._units = [[LaneReduction(lane) for lane in lanes] for lanes in lanes_by_unit]
         self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
-        self._travels: list[Travel] = []
+        self.travels: list[Travel] = []  # exchanges under way, the oldest first
         self._line: list[int] = []
         self._at = 0
         self._waiting: set[int] = set()
@@ -81,7 +81,7 @@ class Reduction:
             waiting = reduction.holds_pile or (self.postponing and self._options.piles_up)
             if not lane.places or waiting or self.absent or lane.dtypes.packed != lane.dtypes.compute:
                 continue
-            if not any(travel.reduction is reduction for travel in self._travels):
+            if not any(travel.reduction is reduction for travel in self.travels):
                 self._buffer(reduction).invite()
 
     # ---- done
@@ -147,8 +147,8 @@ class Reduction:
         if self.postponing and self._options.piles_up:
             self._pile_up(reduction, gradients)
             return None
-        while any(travel.reduction is reduction for travel in self._travels):
-            self._arrive(self._travels.pop(0))  # its buffers are still on the way
+        while any(travel.reduction is reduction for travel in self.travels):
+            self._arrive()  # its buffers are still on the way
         if reduction.holds_pile:
             pile = self._pile_up(reduction, gradients)
             reduction.holds_pile = False
@@ -194,21 +194,21 @@ class Reduction:
         line, unit = self._comm.line, reduction.lane.unit
         self._make_room(sent.size_bytes)
         if self._comm.ranks == 1:
-            self._travels.append(Travel(reduction, sent, sent.flat[None], None, divisor))
+            self.travels.append(Travel(reduction, sent, sent.flat[None], None, divisor))
         elif reduction.lane.dtypes.eight_bit_wire:
             feedback = self._options.precision.error_feedback and not self.absent
             packed = packed_gradients(reduction, sent, line.ranks, feedback)
             received = torch.empty_like(packed)
             operation = line.exchange(received.view(-1), packed.view(-1), unit)
-            self._travels.append(Travel(reduction, packed, received, operation, divisor))
+            self.travels.append(Travel(reduction, packed, received, operation, divisor))
         elif self._options.reduce == "scatter":
             received = torch.empty_like(sent.flat.view(line.ranks, -1)[:1])
             operation = line.scatter(received.view(-1), sent.flat, unit)
-            self._travels.append(Travel(reduction, sent, received, operation, divisor))
+            self.travels.append(Travel(reduction, sent, received, operation, divisor))
         else:
             received = torch.empty_like(sent.flat).view(line.ranks, -1)
             operation = line.exchange(as_bytes(received), sent.as_bytes, unit)
-            self._travels.append(Travel(reduction, sent, received, operation, divisor))
+            self.travels.append(Travel(reduction, sent, received, operation, divisor))
 
     def _make_room(self, size_bytes: int) -> None:
         """Before another exchange: a few may be under way, a large one alone.
@@ -217,17 +217,18 @@ class Reduction:
         Ranks on different paths finish units in different orders: there, waiting could close a circle.
         """
         limit = 1 if size_bytes > _LARGE_BYTES else _IN_FLIGHT
-        while len(self._travels) >= limit and (not self.diverges or self._travels[0].over()):
-            self._arrive(self._travels.pop(0))
+        while len(self.travels) >= limit and (not self.diverges or self.travels[0].over()):
+            self._arrive()
 
     def _land(self) -> None:
         """Bring home everything in flight."""
-        while self._travels:
-            self._arrive(self._travels.pop(0))
+        while self.travels:
+            self._arrive()
 
-    def _arrive(self, travel: Travel) -> None:
-        if travel.operation is not None:
-            travel.operation.wait()
+    def _arrive(self) -> None:
+        travel = self.travels[0]
+        travel.wait()
+        del self.travels[0]  # not before: if waiting raises, `drop` must still know of its buffers
         lane, rows, divisor = travel.reduction.lane, travel.received, travel.divisor
         gradients = lane.gradients
         assert gradients is not None
@@ -263,7 +264,7 @@ class Reduction:
         total = self._total(travel, divisor=1)
         received = torch.empty_like(total).view(across.ranks, -1)
         operation = across.exchange(as_bytes(received), as_bytes(total), lane.unit)
-        self._travels.append(Travel(travel.reduction, total, received, operation, travel.divisor, True))
+        self.travels.append(Travel(travel.reduction, total, received, operation, travel.divisor, True))
 
     def _sum_replicas(self, travel: Travel) -> None:
         """This row's mean is there: now the sum over replicas, unless it is postponed."""
@@ -276,7 +277,7 @@ class Reduction:
             reduction.shard_pile = total
             return
         operation = self._comm.sum_replicas(total, reduction.lane.unit)
-        self._travels.append(Travel(reduction, total, total[None], operation, 1, True))
+        self.travels.append(Travel(reduction, total, total[None], operation, 1, True))
 
     # ---- finish
 
@@ -397,10 +398,9 @@ class Reduction:
 
     def drop(self) -> None:
         """Forget everything in flight, after a backward that failed."""
-        for travel in self._travels:
-            if travel.operation is not None:
-                travel.operation.wait()
-        self._travels.clear()
+        for travel in self.travels:
+            travel.wait()
+        self.travels.clear()
         for lanes in self._units:
             for reduction in lanes:
                 reduction.drop_pile()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,3 +112,17 @@ def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((value.keywords, key, item) for key, item in value.keywords.items())
     else:
         yield from ((vars(value), key, item) for key, item in list(vars(value).items()))
+
+
+def refuse_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
+    """DistributedDataParallel around a sharded module has sent the first rank's shards to all ranks."""
+    around = nn.parallel.DistributedDataParallel._active_ddp_module
+    if around is None:
+        return
+    sent = {id(p) for p in around._module_parameters}
+    if any(id(p) in sent for p in parameters):
+        raise ModelError(
+            "DistributedDataParallel lies around sharded parameters: it has made all ranks' shards the same",
+            "Shard the model without it; or build it anew, and before wrapping it name these parameters in "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names).",
+        )

@@ -30,7 +30,7 @@ from fullshard.order import reduce_order
 from fullshard.plan import Plan
 from fullshard.reduction import Reduction
 from fullshard.shards import Lane
-from fullshard.tensors import cast_floats, first_node, map_tensors, tensors_in
+from fullshard.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
 from fullshard.world import return_memory_to_system
 
 _requires_grad = attrgetter("requires_grad")
@@ -98,6 +98,9 @@ class Runtime:
         unit.entry_failed = True
         if self.unfinished is not None:
             self.unfinished()
+        if unit is self.root and unit.depth:
+            # A module inside that shares a parameter with the root is not a call of the root.
+            self.gathering.forget_interrupted(own_calls=int(module in unit.modules))
         if current_task() != NO_TASK:
             self._begin_backward()  # a recomputation may come before any of our nodes
         elif unit is self.root and self.gathering.forward is None and self.gathering.staying is None:
@@ -156,9 +159,10 @@ class Runtime:
         return output
 
     def forget_failed_backward(self) -> None:
-        if self.gathering.backward is not None and current_task() == NO_TASK:
-            self.gathering.recover()
+        failed = self.gathering.backward is not None or self.reduction.travels
+        if failed and current_task() == NO_TASK:
             self.reduction.drop()
+            self.gathering.recover()  # the last: if something raises here, the next call begins again
 
     def _begin_pass(self) -> None:
         self.forget_failed_backward()
@@ -228,7 +232,7 @@ class Runtime:
         if unit.left.get(module) != []:
             outputs = chain(outputs, unit.results_in_attributes(module))
         for tensor in outputs:
-            for made_by in _nodes(tensor) if tensor.requires_grad else ():
+            for made_by in nodes_of(tensor) if tensor.requires_grad else ():
                 begins = self._turn_of(made_by).begins
                 if unit not in begins:
                     begins.append(unit)
@@ -400,17 +404,14 @@ def _refuse_double_backward(unit: LiveUnit) -> None:
         )
 
 
-def _nodes(tensor: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """The nodes of which one is sure to run, whatever a caller writes into `tensor`.
-
-    Writing into a view replaces the view's own node, and a hook on it goes silently. The base's node
-    stays in the graph, below the write.
-    """
-    if tensor.grad_fn is not None:
-        yield tensor.grad_fn
-    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-        yield tensor._base.grad_fn
-
-
 def _at_end_of_task(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def engine_of(module: Any) -> Runtime | None:
+    """What this very module carries, as a part of a sharded model. Asking begins nothing."""
+    return module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
+
+
+def is_sharded(module: Any) -> bool:
+    return engine_of(module) is not None

@@ -71,6 +71,7 @@ class Lane:
         self._storage = self.full.untyped_storage()
         self.full_bytes = self._storage.nbytes()
         self.resting = [self._resting_view(piece) for piece in layout.pieces]
+        self._addresses = [view.data_ptr() for view in self.resting]
         specs = [spec_of(p) for p in parameters]
         # How tensor parallelism has cut each parameter; empty for a lane that it has left alone.
         self.specs: list[Spec | None] = specs if any(spec is not None for spec in specs) else []
@@ -85,6 +86,7 @@ class Lane:
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | None = None
+        self.zero_unused = False  # what nobody used gets a gradient of zeros, where the rest has one
         self.keeps_memory = False  # of a small model: getting it anew each time costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
@@ -104,8 +106,10 @@ class Lane:
     # ---- hot path
 
     def gather(self) -> None:
+        self.take_assigned()
         if self.permanent:
             return
+        self.wait()  # for what an interrupted call left under way: its memory is about to be used again
         if self._packed is not None and not self.whole_at_rest and self.whole is None:
             self.operation = self._packed.gather()
             return
@@ -119,6 +123,26 @@ class Lane:
             return
         self.own.copy_(self.rest)
         self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, self.unit)
+
+    def take_assigned(self) -> None:
+        """`p.data = value` between passes counts like an edit in place: some optimizers step back so."""
+        if self.whole is not None or self._at_rest:
+            return
+        for parameter, view, address in zip(self.parameters, self.resting, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                self._take(parameter, view)
+
+    def _take(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
+        value = local_of(parameter).detach()
+        if value.shape != view.shape:
+            piece = self.layout.pieces[[id(p) for p in self.parameters].index(id(parameter))]
+            raise StateError(
+                f"{unit_label(self.unit)}: parameter {piece.name!r} was given a value of shape "
+                f"{tuple(value.shape)}; this rank holds {tuple(view.shape)} of {piece.shape}",
+                "Assign whole values inside fs.full.",
+            )
+        view.copy_(value)
+        parameter.data = view
 
     def wait(self) -> None:
         if self.operation is not None:
@@ -139,6 +163,7 @@ class Lane:
 
     def open_whole(self) -> None:
         """Every rank's interval at the resting dtype, shown in the user's parameters: a collective."""
+        self.take_assigned()
         if self.whole_at_rest:
             self._show_as_cut(self.rest.data)
             return

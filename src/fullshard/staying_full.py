@@ -71,6 +71,8 @@ class StayingFull:
         self._versions = self._now()
         self._marks = list(_marks(self._lanes))
         self._marked = self._read_marks()
+        self._differed = torch.zeros((), dtype=torch.bool, device=comm.device)  # marks did, in some pass
+        self._tells_at_once = comm.device.type == "cpu"  # elsewhere, reading it would make the device wait
         for unit in self._units:
             unit.await_all()
         comm.phase = "inference"
@@ -138,6 +140,7 @@ class StayingFull:
             if not self.kept.everything:
                 self._roll_call(_DONE)
             if not failed:
+                self._refuse_difference()
                 self._refuse_hidden_changes()
         finally:
             self.let_go()
@@ -145,6 +148,7 @@ class StayingFull:
     def let_go(self) -> None:
         self._comm.phase = self._phase
         for unit in self._units:
+            unit.abandon()  # interrupted, if any of its forwards seems to run
             unit.held = False
             if unit.index not in self._were_full:
                 unit.release()
@@ -154,11 +158,19 @@ class StayingFull:
     def _refuse_changes(self, unit: LiveUnit) -> None:
         """Counters do not see `p.data.copy_()`, so one element of every parameter is looked at as well.
 
-        That makes the device wait, so it is done once a pass of the whole model.
+        Once a pass of the whole model, and not read back on a GPU: what was found is told when leaving.
         """
         if self._now() != self._versions:
             raise StateError("parameters changed inside fs.inference, where full values are kept", _REMEDY)
-        if unit.index == 0 and not self._same_marks():
+        if unit.index == 0:
+            for now, before in zip(self._read_marks(), self._marked, strict=True):
+                self._differed |= torch.ne(now, before).any()
+            if self._tells_at_once:
+                self._refuse_difference()
+
+    def _refuse_difference(self) -> None:
+        if bool(self._differed):
+            self._differed.zero_()
             raise StateError("parameters changed through p.data inside fs.inference", _REMEDY)
 
     def _now(self) -> list[int]:
@@ -167,9 +179,6 @@ class StayingFull:
     def _read_marks(self) -> list[torch.Tensor]:
         with torch.no_grad():
             return [as_bytes(torch.cat(marks)) for marks in self._marks]
-
-    def _same_marks(self) -> bool:
-        return all(map(torch.equal, self._read_marks(), self._marked))
 
     def _refuse_hidden_changes(self) -> None:
         """At the end all elements are compared. A change that counters saw came after the last forward."""

@@ -21,6 +21,7 @@ from fullshard import direct
 from fullshard.direct import Place, linear
 from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 from fullshard.live import LiveUnit
+from fullshard.references import refuse_ddp_around
 from fullshard.runtime import Runtime
 from fullshard.tensors import snapshot, tensors_in
 from fullshard.units import has_forward
@@ -72,6 +73,7 @@ class BeforeForward(Eager):
             hooks.move_to_end(self.last)  # hooks registered since then see full parameters too
         if self.unit is self.runtime.root:
             _refuse_other_device(self.runtime.comm.device, args, kwargs)
+            refuse_ddp_around(p for lane in self.runtime.lanes for p in lane.parameters)
         if self.unit.whole and not self.unit.cast:
             return None
         return self.runtime.before_forward(self.unit, module, args, kwargs)
@@ -290,6 +292,9 @@ class ApplyGuard(Attached):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
+            own: Any = type(module)._apply
+            if own is not nn.Module._apply and next(module.parameters(recurse=False), None) is None:
+                own(module, fn)  # a metric's states are no buffers, and move here
         for parameter in self.runtime.ignored:
             parameter.data = fn(parameter.data)
         return self.module
@@ -335,6 +340,10 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
     for kind in (BeforeForward, AfterForward, StandIn, Recomputed):
         # Not at import: this brings in torch's compiler, which costs a second.
         _run_eagerly.setdefault(kind, torch.compiler.disable(kind.run))  # type: ignore[no-untyped-call]
+    for hook in (BeforeForward, AfterForward):
+        # A block compiled before it was sharded, fullgraph=True too: behind a hook that is disabled itself,
+        # and not behind one that calls something disabled, the compiler goes on with forward.
+        hook.__call__ = _run_eagerly[hook]  # type: ignore[method-assign]
     for unit in runtime.units:
         for module in unit.modules:
             if runtime.options.checkpoint_activations and unit is not runtime.root and any(module.children()):

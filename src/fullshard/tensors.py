@@ -127,3 +127,15 @@ def first_node(args: Any, kwargs: Any) -> torch.autograd.graph.Node | None:
             if value.requires_grad and value.grad_fn is not None:
                 return value.grad_fn
     return None
+
+
+def nodes_of(tensor: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of which one is sure to run, whatever a caller writes into `tensor`.
+
+    Writing into a view replaces the view's own node, and a hook on it goes silently. The base's node
+    stays in the graph, below the write.
+    """
+    if tensor.grad_fn is not None:
+        yield tensor.grad_fn
+    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+        yield tensor._base.grad_fn

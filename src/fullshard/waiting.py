@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from fullshard.errors import RankMismatch, Stalled
 from fullshard.records import Records
 
@@ -93,6 +95,15 @@ class Waiter:
         finally:
             records.wait_end()
         records.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
+
+    @property
+    def profiled(self) -> bool:
+        """Whether no operation may be left under way, because torch's profiler may stop before it is over.
+
+        gloo's thread notes the end of an operation for the profiler that ran when it began, even if that has
+        stopped since; the note then goes into memory that the profiler has freed, and somebody else has got.
+        """
+        return self.host_waits and bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def check_agreement(self) -> None:
         """At the end of each pass: were all ranks of this host in the same operations?

@@ -66,10 +66,12 @@ def compute_device(device: torch.device) -> torch.device:
     """Where shards live, for the device of a model: a meta model goes to this rank's GPU, or the CPU.
 
     'cuda' alone is this rank's GPU too. Not the current one, as torch has it: where nobody has set that, all
-    ranks of a host would take the first.
+    ranks of a host would take the first. 'cpu:0' is the CPU: torch calls it unlike 'cpu', where tensors are.
     """
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", launch().local_rank % torch.cuda.device_count())
     return device

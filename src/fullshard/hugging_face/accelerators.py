@@ -14,11 +14,12 @@ import torch
 
 from fullshard import extras
 from fullshard.engine import accumulate
-from fullshard.errors import MissingExtra, OptionError
+from fullshard.errors import MissingExtra, NotSupported, OptionError
 from fullshard.hugging_face import asked, checkpoints
 from fullshard.hugging_face.preparing import engaged, shard_model
 from fullshard.hugging_face.seams import replace_function, replace_method
-from fullshard.hugging_face.whole_state import is_sharded, whole_state
+from fullshard.hugging_face.whole_state import whole_state
+from fullshard.runtime import is_sharded
 from fullshard.world import launch
 
 _AS_VERSION_1 = "_fullshard_as_version_1"
@@ -60,10 +61,14 @@ def _state_init(original: Any) -> Any:
         fresh, launched = not type(self)._shared_state, launch().ranks
         if launched > 1 and not state.PartialState._shared_state and not torch.accelerator.is_available():
             kwargs["cpu"] = True  # else each rank would be a world of its own
-        vars(plugin).setdefault(asked.POLICY_GIVEN, plugin.mixed_precision_policy is not None)
+        given = plugin.mixed_precision_policy
         original(self, *args, **kwargs)
-        if fresh and self.distributed_type == "MULTI_CPU":
-            # accelerate leaves CPU ranks out when it looks for FSDP, and would run DDP without a word.
+        vars(plugin).setdefault(
+            asked.POLICY_FILLED_IN, plugin.mixed_precision_policy if given is None else None
+        )
+        if fresh and self.distributed_type in ("MULTI_CPU", "FSDP"):
+            # accelerate leaves CPU ranks out when it looks for FSDP, and would run DDP without a word. They
+            # are FSDP already where only the state of the accelerator has been reset.
             self.distributed_type = state.DistributedType.FSDP
             self.fsdp_plugin = plugin
             state.PartialState._shared_state["distributed_type"] = self.distributed_type
@@ -152,6 +157,18 @@ def _no_sync(original: Any) -> Any:
     return no_sync
 
 
+def _join_uneven_inputs(original: Any) -> Any:
+    def join_uneven_inputs(self: Any, joinables: Any, even_batches: bool | None = None) -> Any:
+        if engaged(self) and not (self.even_batches if even_batches is None else even_batches):
+            raise NotSupported(
+                "join_uneven_inputs with even_batches=False: every rank must take part in every pass",
+                "Leave even_batches at True.",
+            )
+        return original(self, joinables, even_batches)
+
+    return join_uneven_inputs
+
+
 def _clip_grad_norm(original: Any) -> Any:
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         if not engaged(self):
@@ -189,6 +206,7 @@ _METHODS = {
     "load_state": _as_version_1,
     "prepare_model": _prepare_model,
     "no_sync": _no_sync,
+    "join_uneven_inputs": _join_uneven_inputs,
     "clip_grad_norm_": _clip_grad_norm,
     "clip_grad_value_": _clip_grad_value,
     "get_state_dict": _get_state_dict,

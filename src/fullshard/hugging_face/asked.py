@@ -18,7 +18,7 @@ from fullshard.precision import Precision
 from fullshard.units import has_forward
 
 GIVEN = "_fullshard_given"  # on a plugin: what the user said, before it filled in the rest
-POLICY_GIVEN = "_fullshard_policy_given"
+POLICY_FILLED_IN = "_fullshard_policy_filled_in"  # on a plugin: the policy that accelerate made, if any
 
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"strategy": "zero3"},
@@ -72,6 +72,7 @@ def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
     plugin = accelerator.state.fsdp_plugin
     found = {
         **strategy(accelerator),
+        "device": accelerator.device,
         "precision": precision(accelerator),
         "units": units(plugin, model),
         "ignore": ignored(plugin, model),
@@ -101,9 +102,25 @@ def strategy(accelerator: Any) -> dict[str, Any]:
         raise OptionError(
             f"fsdp version 2 with sharding_strategy={said!r}", "Say reshard_after_forward, or use version 1."
         )
+    chosen = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
+    if chosen == "FULL_SHARD" and given(plugin, "reshard_after_forward") is None:
+        chosen = _launched_strategy("FSDP_SHARDING_STRATEGY") or chosen  # version 2 of accelerate forgets it
     if replicas > 1:
-        return {"strategy": "hybrid"} | ({} if plugin.reshard_after_forward else {"keep_full": "all"})
-    return {"strategy": "zero3" if plugin.reshard_after_forward else "zero2"}
+        chosen = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}.get(chosen, chosen)
+    return _STRATEGIES[chosen]
+
+
+def _launched_strategy(variable: str) -> str | None:
+    """By torch's name, from what `accelerate launch` was told by a flag or its YAML file."""
+    said = (_set_by_launcher(variable) or "").upper()
+    if said in ("", "TRUE"):  # the launcher's default
+        return None
+    names = extras.need("accelerate.utils.constants", "hf").FSDP_SHARDING_STRATEGY
+    name = "SHARD_GRAD_OP" if said == "FALSE" else names[int(said) - 1] if said.isdigit() else said
+    name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
+    if name not in _STRATEGIES:
+        raise OptionError(f"{variable} is {said!r}", f"Choose from {', '.join(names)}.")
+    return str(name)
 
 
 def _strategy_of_version_1(plugin: Any) -> str:
@@ -120,6 +137,15 @@ def _strategy_of_version_1(plugin: Any) -> str:
         raise OptionError(
             f"fsdp sharding_strategy is {first.name} and reshard_after_forward {second.name}", "Say one."
         )
+    if said["sharding_strategy"] is None and second is None:  # accelerate reads one of the two, and forgets
+        launched = _launched_strategy("FSDP_RESHARD_AFTER_FORWARD")  # the other
+        if launched is not None and first.name not in (launched, "FULL_SHARD"):
+            raise OptionError(
+                f"accelerate launch got fsdp_sharding_strategy {first.name} and fsdp_reshard_after_forward "
+                f"{launched}",
+                "Say one.",
+            )
+        return launched or str(first.name)
     chosen = second if said["sharding_strategy"] is None and second is not None else first
     return str(chosen.name)
 
@@ -141,7 +167,7 @@ def precision(accelerator: Any) -> Precision:
     """
     plugin, mixed = accelerator.state.fsdp_plugin, accelerator.mixed_precision
     outputs = None if mixed == "no" else torch.float32
-    if not vars(plugin).get(POLICY_GIVEN):
+    if not _has_policy(plugin):
         return Precision(compute=_DTYPES.get(mixed), outputs=outputs)
     policy = plugin.mixed_precision_policy
     # Version 1 casts the root's inputs unless told otherwise, and those of inner units only if told.
@@ -159,10 +185,14 @@ def precision(accelerator: Any) -> Precision:
     )
 
 
+def _has_policy(plugin: Any) -> bool:
+    """Whether somebody gave one, to the plugin or to its set_mixed_precision, and not accelerate alone."""
+    return plugin.mixed_precision_policy is not vars(plugin).get(POLICY_FILLED_IN)
+
+
 def cast_buffers(plugin: Any, model: nn.Module) -> None:
     """A policy object of version 1 may give buffers a dtype; a short name such as 'bf16' leaves them."""
-    said = given(plugin, "mixed_precision_policy")
-    if said is None or isinstance(said, str) or not vars(plugin).get(POLICY_GIVEN):
+    if isinstance(given(plugin, "mixed_precision_policy"), str) or not _has_policy(plugin):
         return
     dtype = getattr(plugin.mixed_precision_policy, "buffer_dtype", None)
     # BatchNorm's kernels want statistics in fp32.
@@ -179,7 +209,7 @@ def units(plugin: Any, model: nn.Module) -> Any:
         policy = _set_by_launcher("FSDP_AUTO_WRAP_POLICY")
     policy = _POLICIES.get(getattr(policy, "__name__", ""), policy)
     if policy is None:
-        return None
+        policy = "TRANSFORMER_BASED_WRAP" if _names(plugin) else "SIZE_BASED_WRAP"
     if isinstance(policy, str):
         return _named_units(policy.upper(), plugin, model)
     if not callable(policy):
@@ -201,7 +231,7 @@ def _named_units(policy: str, plugin: Any, model: nn.Module) -> Any:
     if policy == "SIZE_BASED_WRAP":
         least = plugin.min_num_params or 0
         return _larger_than(least) if least > 0 else None
-    names = plugin.transformer_cls_names_to_wrap
+    names = _names(plugin)
     if not names:
         return None
     classes = {type(module).__name__: type(module) for module in model.modules()}
@@ -213,6 +243,12 @@ def _named_units(policy: str, plugin: Any, model: nn.Module) -> Any:
             f"Its classes are {', '.join(sorted(classes)[:20])}; leave the option out and blocks are found.",
         )
     return tuple(classes[name] for name in names)
+
+
+def _names(plugin: Any) -> list[str]:
+    """Of classes to wrap. accelerate looks for them, and takes them apart, with a policy by name only."""
+    said = plugin.transformer_cls_names_to_wrap or _set_by_launcher("FSDP_TRANSFORMER_CLS_TO_WRAP") or []
+    return said.split(",") if isinstance(said, str) else list(said)
 
 
 def _nothing(_: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import extras
 from fullshard.checkpoint import dcp, hugging_face
 from fullshard.checkpoint.commit import find, is_checkpoint
 from fullshard.checkpoint.contents import canonical
@@ -26,7 +27,8 @@ from fullshard.checkpoint.save import save
 from fullshard.engine import runtime_of
 from fullshard.errors import CheckpointError, NotSupported
 from fullshard.hugging_face.preparing import torch_optimizer, trains
-from fullshard.hugging_face.whole_state import is_sharded
+from fullshard.hugging_face.whole_state import is_adapter
+from fullshard.runtime import is_sharded
 
 MODEL_FOLDER = "pytorch_model_fsdp"
 _OPTIMIZER_FOLDER = "optimizer"
@@ -36,10 +38,6 @@ _POINTER = "saved_with_the_model.json"
 _last: weakref.WeakKeyDictionary[nn.Module, tuple[Path, Any, int]] = weakref.WeakKeyDictionary()
 # Saved a moment ago, before Trainer asks for it.
 saved_ahead: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
-
-
-def is_adapter(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "active_adapter")
 
 
 def save_model(
@@ -223,7 +221,32 @@ def _load_fsdp_optimizer(original: Any) -> Any:
     return load_fsdp_optimizer
 
 
+def _merged_weights(original: Any) -> Any:
+    """What `merge_fsdp_weights` calls. Ours are whole already: the files become one."""
+
+    def merged_weights(checkpoint_dir: Any, save_path: Any, safe_serialization: bool = True) -> Path:
+        folder, to = find(Path(checkpoint_dir)), Path(save_path)
+        if not is_checkpoint(folder):
+            return Path(original(checkpoint_dir, save_path, safe_serialization))
+        if folder.resolve() == to.resolve():
+            raise CheckpointError(f"{str(to)!r} is the checkpoint itself", "Merge into another folder.")
+        files = extras.need("safetensors.torch", "hf")
+        state = {
+            k: v for f in sorted(folder.glob("model*.safetensors")) for k, v in files.load_file(f).items()
+        }
+        to.mkdir(parents=True, exist_ok=True)
+        target = to / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+        if safe_serialization:
+            files.save_file(state, target, metadata={"format": "pt"})
+        else:
+            torch.save(state, target)
+        return target
+
+    return merged_weights
+
+
 FUNCTIONS = {
+    "_distributed_checkpoint_to_merged_weights": _merged_weights,
     "save_fsdp_model": _save_fsdp_model,
     "load_fsdp_model": _load_fsdp_model,
     "save_fsdp_optimizer": _save_fsdp_optimizer,

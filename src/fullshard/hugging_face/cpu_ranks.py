@@ -7,16 +7,26 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import NotSupported
+from fullshard.errors import NotSupported, OptionError
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.seams import replace_method
 from fullshard.world import launch
+
+_READ = (
+    *("version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "state_dict_type"),
+    *("cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params"),
+    *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"),
+)
+_FOR_TPUS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+# accelerate's words for the same thing, which transformers passes over.
+_OTHER_WORDS = {"offload_params": "cpu_offload", "sharding_strategy": "reshard_after_forward"}
 
 
 def apply(module: ModuleType) -> None:
     """To transformers.training_args, when it has been imported."""
     if tried("transformers"):
         replace_method(module.TrainingArguments, "__post_init__", _post_init)
+        replace_method(module.TrainingArguments, "_process_fsdp_args", _process_fsdp_args)
 
 
 def _post_init(original: Any) -> Any:
@@ -34,3 +44,50 @@ def _post_init(original: Any) -> Any:
             )
 
     return __post_init__
+
+
+def _process_fsdp_args(original: Any) -> Any:
+    """transformers reads the keys of `fsdp_config` that it knows, and passes over all others."""
+
+    def process_fsdp_args(self: Any) -> Any:
+        said = self.fsdp
+        found = original(self)
+        if found is None or launch().ranks == 1:
+            return found
+        config = self.fsdp_config
+        _refuse_unread(config)
+        _refuse_two_strategies(said, config)
+        least = int(config["min_num_params"])
+        if least > 0 and "auto_wrap_policy" not in config:
+            found |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": least}
+        return found
+
+    return process_fsdp_args
+
+
+def _refuse_unread(config: dict[str, Any]) -> None:
+    for key, value in config.items():
+        if key in _READ or (key in _FOR_TPUS and not value):
+            continue
+        if key in _OTHER_WORDS and str(value).lower() == "false":
+            continue
+        if key in _FOR_TPUS:
+            raise NotSupported(f"fsdp_config with {key!r}, which is for TPUs", "Leave it out.")
+        instead = _OTHER_WORDS.get(key)
+        raise OptionError(
+            f"fsdp_config has {key!r}, which transformers does not read",
+            f"Say {instead!r}." if instead is not None else f"Choose from {', '.join(_READ)}.",
+        )
+
+
+def _refuse_two_strategies(said: Any, config: dict[str, Any]) -> None:
+    """`fsdp="shard_grad_op"` counts only where `fsdp_config` does not say otherwise."""
+    words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
+    named = [str(getattr(word, "value", word)).lower() for word in words]
+    chosen = str(config.get("reshard_after_forward", "")).lower()
+    same = {"full_shard": ("full_shard", "true"), "shard_grad_op": ("shard_grad_op", "false")}
+    for word in named:
+        if word not in ("offload", "auto_wrap") and chosen not in same.get(word, (word,)):
+            raise OptionError(
+                f"fsdp is {word!r}, and fsdp_config says that reshard_after_forward is {chosen!r}", "Say one."
+            )

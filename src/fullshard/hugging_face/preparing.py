@@ -8,8 +8,11 @@ from typing import Any
 from torch import nn
 
 from fullshard.engine import runtime_of, shard
+from fullshard.errors import NotSupported, StateError
 from fullshard.hugging_face import asked
-from fullshard.hugging_face.whole_state import count, is_sharded
+from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
+from fullshard.runtime import is_sharded
+from fullshard.state import StateShard
 
 
 def engaged(accelerator: Any) -> bool:
@@ -24,14 +27,61 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
         return model
     said = asked.shard_arguments(accelerator, model)
     asked.cast_buffers(accelerator.state.fsdp_plugin, model)
-    shard(model, device=accelerator.device, **said)
+    shard(model, **said)
     for module in model.modules():
         if hasattr(type(module), "generate"):
             module.__dict__["_is_fsdp_managed_module"] = True  # ranks go on generating until all are done
         if hasattr(type(module), "num_parameters"):
             module.__dict__["num_parameters"] = functools.partial(_num_parameters, module)
+    if hasattr(type(model), "save_pretrained"):
+        model.__dict__["save_pretrained"] = functools.partial(_save_pretrained, model)
+    if is_adapter(model):
+        model.__dict__["get_nb_trainable_parameters"] = functools.partial(_peft_counts, model)
+        for name in ("merge_and_unload", "merge_adapter"):
+            if hasattr(model, name):
+                model.__dict__[name] = functools.partial(_merge, model, name)
     _compile(accelerator, model)
     return model
+
+
+def _save_pretrained(model: Any, folder: Any, **said: Any) -> None:
+    """With `is_main_process` every rank is here, and the one that writes gets the whole state.
+
+    Without it one rank may have come alone, and would wait for the others.
+    """
+    save = type(model).save_pretrained
+    if said.get("state_dict") is not None or not _rests(model):
+        save(model, folder, **said)
+        return
+    if "is_main_process" not in said:
+        raise StateError(
+            "save_pretrained got neither the state dict of the sharded model nor word that all ranks call it",
+            "Call it on every rank, with is_main_process=accelerator.is_main_process; or give it "
+            "state_dict=accelerator.get_state_dict(model), which every rank calls.",
+        )
+    with saved_state(model, keep=said["is_main_process"]) as state:
+        if said["is_main_process"]:
+            save(model, folder, **(said | {"state_dict": state}))
+
+
+def _rests(model: nn.Module) -> bool:
+    """Whether parameters hold this rank's elements now; inside `with full(model)` they are whole."""
+    return any(isinstance(value, StateShard) for value in model.state_dict().values())
+
+
+def _peft_counts(model: nn.Module) -> tuple[int, int]:
+    """What peft's print_trainable_parameters shows: what trains, and all."""
+    return count(model, only_trainable=True), count(model)
+
+
+def _merge(model: Any, name: str, *args: Any, **said: Any) -> Any:
+    if _rests(model):
+        raise NotSupported(
+            f"{name} of a sharded model: each rank holds other elements of the adapter than of its base",
+            "Save the adapter, and merge it where the base model is whole: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload().",
+        )
+    return getattr(model.base_model, name)(*args, **said)
 
 
 def _num_parameters(module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

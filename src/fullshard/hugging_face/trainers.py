@@ -7,21 +7,16 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-
-from fullshard.engine import full
 from fullshard.hugging_face import checkpoints
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.preparing import engaged
 from fullshard.hugging_face.seams import replace_function, replace_method
-from fullshard.hugging_face.whole_state import count, is_sharded, whole_state
+from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
+from fullshard.runtime import is_sharded
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the name of a Trainer's checkpoint
 _STATE = "trainer_state.json"  # the last thing that Trainer writes into one
@@ -47,12 +42,10 @@ def _save_model(original: Any) -> Any:
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         kind = self.accelerator.state.fsdp_plugin.state_dict_type.name
-        if _internal_call and kind == "SHARDED_STATE_DICT" and not checkpoints.is_adapter(self.model):
+        if _internal_call and kind == "SHARDED_STATE_DICT" and not is_adapter(self.model):
             _save_sharded(self, folder)
         else:
-            wanted = _adapter_names(self.model) if checkpoints.is_adapter(self.model) else None
-            state = whole_state(self.model, keep=self.args.should_save, wanted=wanted)
-            with _prompts_open(self.model):
+            with saved_state(self.model, keep=self.args.should_save) as state:
                 if self.args.should_save:
                     self._save(folder, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -70,11 +63,13 @@ def _save_sharded(trainer: Any, folder: str) -> None:
     checkpoints.saved_ahead[trainer.model] = saved
     if not trainer.args.should_save:
         return
+    own = {name: value for name, value in vars(trainer.model).items() if name == "save_pretrained"}
     trainer.model.__dict__["save_pretrained"] = _write_nothing  # `_save` writes what goes beside the weights
     try:
         trainer._save(folder, state_dict={})
     finally:
         del trainer.model.__dict__["save_pretrained"]
+        vars(trainer.model).update(own)
     for file in sorted(saved.iterdir()):
         if file.name in _CONFIGS or file.name.startswith("model"):
             _link(file, Path(folder) / file.name)
@@ -93,33 +88,6 @@ def _link(file: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(file, beside)
     beside.replace(target)
-
-
-@contextmanager
-def _prompts_open(model: nn.Module) -> Iterator[None]:
-    """Whole encoders of prompts: the one rank that saves has peft run them, and the others do not."""
-    encoder = getattr(model, "prompt_encoder", None) if checkpoints.is_adapter(model) else None
-    if not isinstance(encoder, nn.Module) or not any(True for _ in encoder.parameters()):
-        yield
-        return
-    with full(encoder, writeback=False), torch.no_grad():
-        yield
-
-
-def _adapter_names(model: nn.Module) -> Any:
-    """Names of what peft may save: the adapters' own values, what trains, and embeddings of a new size."""
-    inner: Any = model
-    adapters = list(inner.peft_config)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    known = {id(m): name for name, m in model.named_modules()}
-    ends = [getattr(inner, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
-    beginnings = tuple(f"{known[id(m)]}." for m in ends if m is not None and id(m) in known)
-
-    def wanted(name: str) -> bool:
-        parts = name.split(".")
-        return name in trainable or name.startswith(beginnings) or any(a in parts for a in adapters)
-
-    return wanted
 
 
 def _get_last_checkpoint(original: Any) -> Any:

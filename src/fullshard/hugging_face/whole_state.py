@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.engine import runtime_of
+from fullshard.engine import full, runtime_of
 from fullshard.state import StateShard
 
 
-def is_sharded(model: Any) -> bool:
-    return isinstance(model, nn.Module) and "_fullshard" in vars(model)
+def is_adapter(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "active_adapter")
+
+
+@contextmanager
+def saved_state(model: nn.Module, keep: bool) -> Iterator[dict[str, Any]]:
+    """What `save_pretrained` takes as the state dict: of a peft model only what it may save.
+
+    Every rank must come here. Inside, encoders of prompts are whole: the one rank that saves has peft run
+    them, and the others do not.
+    """
+    adapter = is_adapter(model)
+    state = whole_state(model, keep, _adapter_names(model) if adapter else None)
+    encoder = getattr(model, "prompt_encoder", None) if adapter else None
+    if not isinstance(encoder, nn.Module) or not any(True for _ in encoder.parameters()):
+        yield state
+        return
+    with full(encoder, writeback=False), torch.no_grad():
+        yield state
+
+
+def _adapter_names(model: nn.Module) -> Any:
+    """Names of what peft may save: the adapters' own values, what trains, and embeddings of a new size."""
+    inner: Any = model
+    adapters = list(inner.peft_config)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    known = {id(m): name for name, m in model.named_modules()}
+    ends = [getattr(inner, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
+    beginnings = tuple(f"{known[id(m)]}." for m in ends if m is not None and id(m) in known)
+
+    def wanted(name: str) -> bool:
+        parts = name.split(".")
+        return name in trainable or name.startswith(beginnings) or any(a in parts for a in adapters)
+
+    return wanted
 
 
 def whole_state(model: nn.Module, keep: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, Any]:

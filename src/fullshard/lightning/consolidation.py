@@ -13,7 +13,7 @@ from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
 from fullshard.checkpoint.values import decode
 from fullshard.errors import CheckpointError
-from fullshard.lightning.checkpoints import GROUPS, STATE, place_of, values_of
+from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, place_of, values_of
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -33,6 +33,16 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
             held = {"optimizer_states": optimizers} if groups or "callbacks" in values else {}
             return {**values, "state_dict": model, **held}
         return {**values, state["model"]: model, **dict(zip(state["optimizers"], optimizers, strict=True))}
+    finally:
+        source.close()
+
+
+def read_values(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+    """Of a Trainer's checkpoint what is not weights and not state of optimizers."""
+    source = open_checkpoint(place_of(path))
+    try:
+        extra = {name: _decode(source, SHARED_FILE, tree) for name, tree in source.manifest.extra.items()}
+        return values_of(extra, source.folder, weights_only, may_lack=UNUSED)
     finally:
         source.close()
 

@@ -23,6 +23,7 @@ from fullshard.lightning.sharding import (
     shard_module,
     split,
 )
+from fullshard.runtime import is_sharded
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -74,7 +75,7 @@ class FabricSide(_Base):
         """But for what is on meta: that gets its memory unit by unit, sharded. So does all of a model that
         is set up with `move_to_device=False`."""
         plain = inner(module)
-        if "_fullshard" not in plain.__dict__:
+        if not is_sharded(plain):
             plain._apply(lambda t: t if t.is_meta else t.to(self.root_device))  # type: ignore[no-untyped-call, unused-ignore]
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -179,7 +180,7 @@ def _parts(state: dict[str, Any]) -> tuple[str, nn.Module, dict[str, torch.optim
     models = {
         key: inner(value)
         for key, value in state.items()
-        if isinstance(value, nn.Module) and "_fullshard" in inner(value).__dict__
+        if isinstance(value, nn.Module) and is_sharded(inner(value))
     }
     if len(models) != 1:
         raise NotSupported(

@@ -16,6 +16,7 @@ from fullshard import options as _options
 from fullshard.agreements import end_groups_at_exit
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.precision import Precision
+from fullshard.runtime import engine_of, is_sharded
 from fullshard.units import find_units, has_forward
 
 
@@ -102,7 +103,7 @@ class Place:
 
 def shard_module(module: nn.Module, ours: dict[str, Any], precision: Precision, place: Place) -> None:
     """Shard `module` in place, unless an earlier fit did."""
-    runtime = module.__dict__.get("_fullshard")
+    runtime = engine_of(module)
     if runtime is not None:
         _refuse_other_options(module, runtime.options, ours, precision)
         return
@@ -157,7 +158,7 @@ def _refuse_other_options(module: nn.Module, made: Any, ours: dict[str, Any], pr
     new = [
         name
         for name, child in module.named_modules()
-        if "_fullshard" not in child.__dict__ and next(child.parameters(), None) is not None
+        if not is_sharded(child) and next(child.parameters(), None) is not None
     ]
     if new:
         raise StateError(

@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard.checkpoint import contents
 from fullshard.engine import runtime_of
+from fullshard.runtime import is_sharded
 
 
 def count_whole(trainer: Any) -> None:
@@ -20,7 +21,7 @@ def count_whole(trainer: Any) -> None:
 
 def _summary(make: Any, callback: Any, trainer: Any, module: nn.Module) -> Any:
     found = make(callback, trainer, module)
-    sites = contents.sites(runtime_of(module), module) if "_fullshard" in module.__dict__ else []
+    sites = contents.sites(runtime_of(module), module) if is_sharded(module) else []
     sizes = {id(s.parameter): s.piece.num_elements for s in sites if s.lane is not None}
 
     def count(parameters: Any) -> int:

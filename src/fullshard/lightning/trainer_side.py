@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from fullshard import engine, world
-from fullshard.errors import NotSupported, StateError
-from fullshard.lightning import checkpoints, summary
+from fullshard.errors import NotSupported, RankMismatch, StateError
+from fullshard.lightning import checkpoints, finetuning, summary
+from fullshard.lightning.consolidation import read_values
 from fullshard.lightning.passes import in_one_pass, take_part
 from fullshard.lightning.precisions import engine_precision, is_mixed
+from fullshard.lightning.rounds import Rounds
 from fullshard.lightning.sharding import (
     Place,
     ShardOptions,
@@ -31,6 +33,7 @@ from fullshard.lightning.sharding import (
     shard_module,
     split,
 )
+from fullshard.runtime import is_sharded
 from fullshard.tensors import cast_floats
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ class Metadata(dict[str, Any]):
         if name in ("state_dict", "optimizer_states"):
             raise NotSupported(
                 f"checkpoint[{name!r}] in on_load_checkpoint: it was read straight into the shards",
-                "Change values in on_fit_start instead, inside `with fs.full(self):`.",
+                "Change values in on_train_start instead, inside `with fs.full(self):`.",
             )
         if name in checkpoints.UNUSED:
             raise checkpoints.not_plain(name, "the checkpoint")
@@ -63,7 +66,7 @@ class TrainerSide(_Base):
         self._ours, theirs = split(dict(options), _base_of(type(self)))
         super().__init__(**theirs)
         self._plain_file = False  # the checkpoint that was loaded last is one file, not a folder of ours
-        self._together = False  # ranks agree before every evaluation step: their numbers of batches differ
+        self._rounds: Rounds
 
     # ---- setting up
 
@@ -74,7 +77,7 @@ class TrainerSide(_Base):
         self._refuse_unfit(trainer, module)
         self._tell_world()
         precision = engine_precision(self.precision_plugin, self._ours.get("precision"))
-        if "_fullshard" not in module.__dict__:
+        if not is_sharded(module):
             self.precision_plugin.convert_module(module)
         shard_module(module, self._ours, precision, Place(self.root_device, self.world_size))
         self.model_to_device()  # it is there, but a LightningModule's `device` is what its `to` was told last
@@ -82,6 +85,7 @@ class TrainerSide(_Base):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         summary.count_whole(trainer)
+        finetuning.tell_parameters_apart(trainer)
 
     def _refuse_unfit(self, trainer: Any, module: nn.Module) -> None:
         if self._layer_sync is not None:
@@ -153,15 +157,31 @@ class TrainerSide(_Base):
         return in_one_pass(self._module, partial(step, *args, **kwargs))
 
     def _evaluate(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._together:
+        if not self._rounds.together:
             return self._pass(step, args, kwargs)
-        comm = engine.runtime_of(self._module).comm
-        comm.tell(1)
+        engine.runtime_of(self._module).comm.tell(1)
         output = self._pass(step, args, kwargs)
-        if self._fetcher().done:
+        self._leave_together()
+        return output
+
+    def _leave_together(self) -> None:
+        comm = engine.runtime_of(self._module).comm
+        for _ in range(self._rounds.ended()):
             while any(comm.tell(0)):
                 take_part(self._module, 1)
-        return output
+
+    def on_train_start(self) -> None:
+        """A rank with more batches than another would wait for it at the end of the fit, for long."""
+        super().on_train_start()
+        trainer = self._module.trainer
+        own = trainer.num_training_batches  # infinite where nobody knows
+        counts = engine.runtime_of(self._module).comm.tell(own if isinstance(own, int) else -1)
+        if len(set(counts)) > 1 and trainer.max_steps == -1:
+            said = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(counts))
+            raise RankMismatch(
+                f"ranks have different numbers of training batches: {said}",
+                "Give every rank as many, by limit_train_batches, say, or say max_steps.",
+            )
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -176,15 +196,11 @@ class TrainerSide(_Base):
         self._compare_lengths()
 
     def _compare_lengths(self) -> None:
-        """Ranks with different numbers of batches end all the same; as many on each need no agreement."""
-        length = self._fetcher().length
-        lengths = set(engine.runtime_of(self._module).comm.tell(-1 if length is None else length))
-        self._together = len(lengths) > 1 or -1 in lengths
-
-    def _fetcher(self) -> Any:
         trainer = self._module.trainer
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        return loop._data_fetcher
+        self._rounds = Rounds(loop, engine.runtime_of(self._module).comm.tell)
+        if self._rounds.has_none:
+            self._leave_together()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Forward and backward before the step, not from inside it: there our check of gradients comes first.
@@ -248,7 +264,7 @@ class TrainerSide(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         module = self._module
-        if "_fullshard" not in module.__dict__:
+        if not is_sharded(module):
             raise StateError("a checkpoint is loaded before the module is sharded", "Load it by ckpt_path=.")
         weights_only = self._ours.get("weights_only") if weights_only is None else weights_only
         optimizers = self.optimizers if module.trainer.state.fn == _FITTING else []
@@ -259,6 +275,9 @@ class TrainerSide(_Base):
             read = partial(super().load_checkpoint, path, weights_only=weights_only)
             return talk.together(read, "reading a checkpoint")
         strict, only = bool(module.strict_loading), weights_only
+        if optimizers and finetuning.is_used(module.trainer):
+            values = talk.together(partial(read_values, path, weights_only), "reading Lightning's values")
+            finetuning.rebuild_groups(module.trainer, module, values.get("callbacks", {}))
         return Metadata(checkpoints.load_all(path, module, optimizers, strict=strict, weights_only=only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -267,6 +286,7 @@ class TrainerSide(_Base):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        finetuning.rebuild_groups(self._module.trainer, self._module, checkpoint.get("callbacks", {}))
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             checkpoints.load_plain(optimizer, saved)
 

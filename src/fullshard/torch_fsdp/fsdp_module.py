@@ -6,10 +6,11 @@
 | reshard | ends unshard; lets a unit go that is kept for backward |
 | set_reshard_after_forward | works, for each module |
 | set_requires_gradient_sync, set_requires_all_reduce | on a 2-D mesh the sum over replicas is postponed while all modules say no; on a 1-D mesh gradients are reduced every time, which gives the same sums for less memory |
-| set_gradient_divide_factor, set_reduce_scatter_divide_factor | work, for each module |
+| set_gradient_divide_factor, set_reduce_scatter_divide_factor, set_reduce_scatter_unused_params | work, for each module |
+| load_state_dict | works; with assign=True values of the same dtype are copied into the shards |
 | reset_iter_state | works; the next forward would recover by itself |
 | set_modules_to_forward_prefetch, set_modules_to_backward_prefetch | checked, then not needed: the engine learns the order and prefetches along it |
-| set_reshard_after_backward, set_is_last_backward, set_unshard_in_backward, set_post_optim_event, set_force_sum_reduction_for_comms, set_reduce_scatter_unused_params, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group | not needed: results are the same, and the engine decides |
+| set_reshard_after_backward, set_is_last_backward, set_unshard_in_backward, set_post_optim_event, set_force_sum_reduction_for_comms, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group | not needed: results are the same, and the engine decides |
 | set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm(True) | NotSupported |
 """  # noqa: E501  a table
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,11 +29,11 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.errors import NotSupported, OptionError
 from fullshard.gathering import current_task
 from fullshard.live import NO_TASK, LiveUnit
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.torch_fsdp.marks import EMPTY, MARKED, Mark, mark_of, marks_in, outermost
 from fullshard.torch_fsdp.sharding import (
     divide,
-    engine_of,
+    fill_unused,
     keep_or_release,
     postpone,
     ready,
@@ -81,6 +82,21 @@ class FSDPModule:
             "Save its state dict: fs.save, torch.distributed.checkpoint, or inside `with fs.full(model):`.",
         )
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Shards take the values over. With `assign` torch's takes their dtype too, which is refused here."""
+        module = _mark(self).module
+        if assign:
+            own = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
+            for name, value in state_dict.items():
+                if isinstance(value, torch.Tensor) and value.dtype != own.get(name, value.dtype):
+                    raise NotSupported(
+                        f"load_state_dict(assign=True) of {name!r} in {value.dtype} over {own[name]}",
+                        "Use assign=False, which casts, or give the model that dtype before fully_shard.",
+                    )
+        return self._plain_class.load_state_dict(module, state_dict, strict=strict, assign=False)
+
     # ---- full values
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -110,8 +126,8 @@ class FSDPModule:
         runtime = engine_of(module)
         if runtime is not None:
             runtime.gathering.abandon_pass()
-            runtime.gathering.recover()
             runtime.reduction.drop()
+            runtime.gathering.recover()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full values are let go after forward and gathered again in backward."""
@@ -176,7 +192,10 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Nothing: ranks may always use different parameters."""
+        """Zeros for what no rank used, in units that were. That ranks use different ones needs no setter."""
+        for mark in _marks(self, recurse):
+            mark.zero_unused = reduce_scatter_unused_params
+            fill_unused(mark)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Checked only: a few small exchanges, or one large one, are under way at a time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,11 +67,12 @@ def _measure(parameter: Uninitialised, func: Any, args: Any, kwargs: Any) -> Any
 class Window:
     """From `to_empty` to the first use of the model."""
 
-    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, model: nn.Module, blanks: Blanks) -> None:
+        self._runtime, self._blanks = runtime, blanks
         self._places: dict[int, tuple[LiveUnit, Lane, int]] = {}
         self._open: AbstractContextManager[None] | None = None
         self._busy = False
+        self._sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._guards: list[tuple[nn.Module, str, MethodGuard]] = []
         for module in model.modules():
             # `reset_parameters` and the like of a module at rest are refused otherwise.
@@ -79,12 +81,16 @@ class Window:
             del module.__dict__[name]
         runtime.__dict__["opened"] = self._opened
         for unit in runtime.units:
+            for module, attribute in unit.sites:
+                shown = module._parameters[attribute]
+                assert shown is not None
+                self._sites.setdefault(shown, []).append((module, attribute))
             for lane in unit.lanes:
                 for index, parameter in enumerate(lane.parameters):
                     self._begin(unit, lane, index, parameter)
 
     def _begin(self, unit: LiveUnit, lane: Lane, index: int, parameter: nn.Parameter) -> None:
-        if parameter.is_floating_point():
+        if parameter in self._blanks.parameters and parameter.is_floating_point():
             parameter.data.fill_(float("nan"))  # what nobody initialises shows in the first loss
         self._places[id(parameter)] = unit, lane, index
         if type(parameter) is nn.Parameter:
@@ -99,6 +105,7 @@ class Window:
         unit, _, _ = self._places[id(parameter)]
         if self._busy or unit.whole:
             return
+        self.take_over()
         self._close()
         opened = self._opened([unit], warn=False)
         opened.__enter__()
@@ -107,6 +114,7 @@ class Window:
     @contextmanager
     def _opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
         """The engine's `opened`, whose own work is no touch. `apply` and fs.full come here too."""
+        self.take_over()
         self._close()  # a unit left open by a touch would be closed under the caller's feet when this ends
         with ExitStack() as inside:
             with self._at_work():
@@ -116,6 +124,19 @@ class Window:
             finally:
                 with self._at_work():
                     inside.close()
+
+    def take_over(self) -> None:
+        """Where code has put another Parameter, the one that is sharded takes its values and its place."""
+        for parameter, sites in self._sites.items():
+            shown = {id(m._parameters.get(name)): m._parameters.get(name) for m, name in sites}
+            put = next(iter(shown.values()))
+            if len(shown) > 1 or put is None or put is parameter or put.shape != self.whole_shape(parameter):
+                continue  # nothing new, or nothing that fits: the first use says so
+            for module, name in sites:
+                module._parameters[name] = parameter
+            with torch.no_grad():
+                parameter.copy_(put)
+            parameter.requires_grad_(put.requires_grad)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -132,6 +153,7 @@ class Window:
 
     def end(self) -> None:
         """The model is used: its values are what they are now."""
+        self.take_over()
         self._close()
         del self._runtime.__dict__["opened"]
         for unit in self._runtime.units:
@@ -148,8 +170,26 @@ def _turn(parameter: Any, into: type[nn.Parameter]) -> None:
     parameter.__class__ = into  # as torch's lazy parameters do
 
 
-def zeros(module: nn.Module) -> None:
-    """Memory for a meta-device module's own tensors; the window marks what nobody initialises."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            tensor.detach().zero_()
+@dataclass(frozen=True)
+class Blanks:
+    """What lies on the meta device. Others, such as adapters initialised by themselves, keep their values."""
+
+    parameters: frozenset[nn.Parameter]
+    buffers: frozenset[tuple[nn.Module, str]]
+
+    @staticmethod
+    def of(model: nn.Module) -> Blanks:
+        parameters = [p for m in model.modules() for p in m._parameters.values() if p is not None]
+        buffers = [
+            (m, n) for m in model.modules() for n, b in m._buffers.items() if b is not None and b.is_meta
+        ]
+        return Blanks(frozenset(p for p in parameters if p.is_meta), frozenset(buffers))
+
+    def zero(self, module: nn.Module) -> None:
+        """Memory for a module's own tensors; the window marks what nobody initialises."""
+        for parameter in module._parameters.values():
+            if parameter in self.parameters:
+                parameter.detach().zero_()
+        for name, buffer in module._buffers.items():
+            if (module, name) in self.buffers:
+                buffer.detach().zero_()  # type: ignore[union-attr]

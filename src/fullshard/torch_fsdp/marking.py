@@ -6,14 +6,17 @@ import copy
 import functools
 import inspect
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.runtime import engine_of, is_sharded
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
 from fullshard.torch_fsdp.marks import MARKED, Asked, Mark, mark_of, outermost, own_parameters
 from fullshard.torch_fsdp.policies import (
@@ -22,7 +25,7 @@ from fullshard.torch_fsdp.policies import (
     as_mixed_precision,
     refuse_offload,
 )
-from fullshard.torch_fsdp.sharding import build_empty, engine_of, ready, ready_unless_meta, unit_of
+from fullshard.torch_fsdp.sharding import build_empty, ready, ready_unless_meta, unit_of
 from fullshard.units import has_forward
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -76,6 +79,8 @@ def fully_shard(
         # Hugging Face keeps ranks in step while generating where it sees this.
         each.__dict__["_is_fsdp_managed_module"] = each.__dict__["_fsdp_use_orig_params"] = True
         each.__dict__["_fullshard_begin"] = ready  # fs.full, fs.save and their kin
+        # torch's `replicate` of a model around leaves these modules out; it would send shards about.
+        each.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
     return module
 
 
@@ -89,7 +94,7 @@ def _check_module(module: Any) -> None:
         )
     if mark_of(module) is not None:
         raise StateError(f"fully_shard was applied to this {type(module).__name__} already", "Call it once.")
-    if "_fullshard" in module.__dict__:
+    if is_sharded(module):
         raise StateError(
             f"this {type(module).__name__} is part of a model that is sharded already",
             "Call fully_shard on all modules before the first of them is used.",
@@ -141,10 +146,9 @@ class _Waiting:
         return _ready(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Of a meta-device module: it gets memory first, and what is assigned is copied."""
+        """Of a meta-device module: it gets memory first."""
         if _meta(self):
             _fill(self, None)
-            assign = False
         return _ready(self).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +161,9 @@ class _Waiting:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         module: Any = self
         ready_unless_meta(module)
+        mark = mark_of(module)
+        if mark is not None and mark.window is not None:
+            mark.window.take_over()  # an optimizer must not get what will not stay
         return self._plain_class.named_parameters(module, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:

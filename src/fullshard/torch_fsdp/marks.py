@@ -46,6 +46,7 @@ class Mark:
         self.syncs = True  # set_requires_gradient_sync
         self.divisor: float | None = None  # set_gradient_divide_factor
         self.sums_replicas = True  # set_requires_all_reduce
+        self.zero_unused = False  # set_reduce_scatter_unused_params
         self.compilations: list[tuple[Any, Any]] = []  # calls of compile() that wait for the engine
         module.__dict__[_KEY] = self
         _waiting.add(module)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fullshard.errors import NotSupported, StateError
-from fullshard.runtime import Runtime
+from fullshard.runtime import engine_of
 from fullshard.torch_fsdp import optimizer_dicts, strategies
-from fullshard.torch_fsdp.optimizer_dicts import Numbered, numbered
+from fullshard.torch_fsdp.optimizer_dicts import Numbered, Parts, names_in, numbered
 from fullshard.torch_fsdp.roots import begin, wrappers_in
-from fullshard.torch_fsdp.state_dicts import is_first, settings_of
+from fullshard.torch_fsdp.state_dicts import settings_of
 from fullshard.torch_fsdp.strategies import OptimStateKeyType, StateDictType
 
 Optimizer = torch.optim.Optimizer
@@ -55,7 +55,7 @@ class OptimizerCalls:
         """This rank's part, for `optim.load_state_dict`."""
         first_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
         order = numbered(model, optim)
-        loaded = optimizer_dicts.to_load(_engine(model), model, optim_state_dict, order, first_only)
+        loaded = optimizer_dicts.to_load(_parts(model), optim_state_dict, order, first_only)
         if not is_named_optimizer:
             loaded = optimizer_dicts.numbers_for_names(loaded, order)
         if load_directly:
@@ -123,39 +123,36 @@ class OptimizerCalls:
         return optimizer_dicts.rekey(optim_state_dict, kind is OptimStateKeyType.PARAM_NAME, order)
 
 
-def _engine(model: nn.Module) -> Runtime | None:
-    """The one engine in `model`; None if it holds nothing that is sharded."""
+def _parts(model: nn.Module) -> Parts:
     wrappers = wrappers_in(model)
     if not wrappers:
         raise StateError(f"{type(model).__name__} holds no wrapped module", "Wrap the model first.")
     for wrapper in wrappers:
         begin(wrapper)
-    engines = {w.__dict__["_fullshard"] for w in wrappers if "_fullshard" in w.__dict__}
-    if len(engines) > 1:
+    engines = {engine: None for w in wrappers if (engine := engine_of(w)) is not None}  # in order
+    if len({tuple(engine.comm.members) for engine in engines}) > 1:
         raise NotSupported(
-            f"optimizer state of a model with {len(engines)} wrapped parts and no wrapper around them",
-            "Wrap the whole model as well.",
+            "optimizer state of a model with parts that are wrapped for different ranks",
+            "Take the state of each part with an optimizer of its own.",
         )
-    return engines.pop() if engines else None
+    return Parts(list(engines), names_in(model))
 
 
 def _taken(
     model: nn.Module, order: Numbered, own: dict[str, Any], how: tuple[bool, bool, bool]
 ) -> dict[str, Any]:
     full, first_only, to_host = how
-    runtime = _engine(model)
+    parts = _parts(model)
     state, groups = optimizer_dicts.by_name(own, order)
-    if runtime is None:
-        return {"state": state, "param_groups": groups}
     if not full:
-        return {"state": optimizer_dicts.shards(runtime, model, state, to_host), "param_groups": groups}
-    wanted = not first_only or is_first(runtime)
-    whole = optimizer_dicts.whole(runtime, model, state, wanted, to_host)
-    return {"state": whole, "param_groups": groups} if wanted else {}
+        return {"state": optimizer_dicts.shards(parts, state, to_host)} | groups
+    wanted = not first_only or not parts.runtimes or parts.is_first
+    whole = optimizer_dicts.whole(parts, state, wanted, to_host)
+    return {"state": whole} | groups if wanted else {}
 
 
 def _loaded(
     saved: dict[str, Any] | None, model: nn.Module, order: Numbered, first_only: bool
 ) -> dict[str, Any]:
-    loaded = optimizer_dicts.to_load(_engine(model), model, saved, order, first_only)
+    loaded = optimizer_dicts.to_load(_parts(model), saved, order, first_only)
     return optimizer_dicts.numbers_for_names(loaded, order)

@@ -9,20 +9,56 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.contents import Site, canonical, plain, sites
+from fullshard.checkpoint.contents import Site, canonical, plain
+from fullshard.collectives import Comm
 from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
 from fullshard.runtime import Runtime
-from fullshard.shards import in_memory_order, piece_view
+from fullshard.shards import Lane, in_memory_order, piece_view
 from fullshard.state import StateShard, shard_of
 from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
 
 State = dict[str, dict[str, Any]]  # by parameter's name, then by the optimizer's own key
 Group = list[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sharded parts of a model: one engine, or several with no wrapper around them.
+
+    Parameters are found by what they are: an engine knows them by their names inside its own part.
+    """
+
+    runtimes: Sequence[Runtime]
+    names: dict[int, str]  # of the model's parameters, by id
+
+    @property
+    def comm(self) -> Comm:
+        return self.runtimes[0].comm
+
+    @property
+    def is_first(self) -> bool:
+        return is_first(self.runtimes[0])
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        return [lane for runtime in self.runtimes for lane in runtime.lanes]
+
+    @cached_property
+    def cut(self) -> dict[str, Site]:
+        """Parameters of which this rank holds some elements, by name."""
+        return {
+            self.names[id(p)]: Site(self.names[id(p)], p, lane, index)
+            for lane in self.lanes
+            if not lane.whole_at_rest
+            for index, p in enumerate(lane.parameters)
+            if id(p) in self.names
+        }
 
 
 @dataclass(frozen=True)
@@ -46,9 +82,13 @@ class Numbered:
         return found
 
 
+def names_in(model: nn.Module) -> dict[int, str]:
+    return {id(p): canonical(n) for n, p in nn.Module.named_parameters(model)}
+
+
 def numbered(model: nn.Module, optimizer: torch.optim.Optimizer | None, given: Any = None) -> Numbered:
     """`given` is what the optimizer was built from, in torch's older calls."""
-    names = {id(p): canonical(n) for n, p in reversed(list(nn.Module.named_parameters(model)))}
+    names = names_in(model)
     if given is not None:
         listed = list(given)
         groups = [list(g["params"]) if isinstance(g, dict) else [g] for g in listed]
@@ -64,22 +104,30 @@ def numbered(model: nn.Module, optimizer: torch.optim.Optimizer | None, given: A
 # ---- taking
 
 
-def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, list[dict[str, Any]]]:
-    """An optimizer's own state dict with names for numbers; values are still this rank's."""
+def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, dict[str, Any]]:
+    """An optimizer's own state dict with names for numbers; values are still this rank's.
+
+    The groups come as a dict with one entry, or empty: torch takes a state dict without them.
+    """
     in_order = order.in_order
-    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+    given = state_dict.get("param_groups")
+    numbers = range(len(in_order)) if given is None else [key for g in given for key in g["params"]]
     if len(numbers) != len(in_order):
         raise StateError(
             f"the state dict has {len(numbers)} parameters and the optimizer {len(in_order)}",
             "Give the state dict of this optimizer.",
         )
-    name = {key: order.name(p) for key, p in zip(numbers, in_order, strict=True)}
+    # An optimizer that goes by names sorts them: their order says nothing.
+    name = {
+        key: canonical(key) if isinstance(key, str) else order.name(p)
+        for key, p in zip(numbers, in_order, strict=True)
+    }
     state = {name.get(key, key): _own(held) for key, held in state_dict["state"].items()}
     groups = []
-    for group in state_dict["param_groups"]:
+    for group in given or ():
         options = {k: deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
         groups.append(options | {"params": [name[key] for key in group["params"]]})
-    return state, groups
+    return state, {} if given is None else {"param_groups": groups}
 
 
 def _own(held: dict[str, Any]) -> dict[str, Any]:
@@ -87,23 +135,22 @@ def _own(held: dict[str, Any]) -> dict[str, Any]:
     return {key: value.local if isinstance(value, StateShard) else value for key, value in held.items()}
 
 
-def whole(runtime: Runtime, model: nn.Module, state: State, wanted: bool, to_host: bool) -> State:
+def whole(parts: Parts, state: State, wanted: bool, to_host: bool) -> State:
     """Whole values on every rank that wants them; all ranks take part."""
-    known = {site.name: site for site in sites(runtime, model)}
     together: dict[tuple[int, str, torch.dtype], list[Site]] = {}
     found: State = {name: {} for name in state}
     for name, held in state.items():
         for key, value in held.items():
-            site = known.get(name)
-            if site is not None and _in_elements(site, name, key, value) and not site_is_whole(site):
-                position = runtime.lanes.index(site.lane)  # type: ignore[arg-type]
+            site = parts.cut.get(name)
+            if site is not None and _in_elements(site, key, value):
+                position = parts.lanes.index(site.lane)  # type: ignore[arg-type]
                 together.setdefault((position, key, plain(value).dtype), []).append(site)
                 found[name][key] = None  # its place in the order of keys
             elif wanted:
                 found[name][key] = _taken(value, to_host)
-    _agree(runtime, together)
+    _agree(parts, together)
     for (position, key, dtype), members in sorted(together.items(), key=lambda item: str(item[0])):
-        lane = runtime.lanes[position]
+        lane = parts.lanes[position]
         pieces = {site.index: plain(state[site.name][key]) for site in members}
         values = whole_lane(lane, pieces, dtype)
         for site in members if wanted else ():
@@ -112,24 +159,19 @@ def whole(runtime: Runtime, model: nn.Module, state: State, wanted: bool, to_hos
     return found if wanted else {}
 
 
-def shards(runtime: Runtime, model: nn.Module, state: State, to_host: bool) -> State:
+def shards(parts: Parts, state: State, to_host: bool) -> State:
     """Values that know their whole shape; torch.distributed.checkpoint saves and loads them."""
-    known = {site.name: site for site in sites(runtime, model)}
     found: State = {name: {} for name in state}
     for name, held in state.items():
         for key, value in held.items():
-            site = known.get(name)
-            if site is not None and _in_elements(site, name, key, value) and not site_is_whole(site):
+            site = parts.cut.get(name)
+            if site is not None and _in_elements(site, key, value):
                 local = plain(value).cpu() if to_host else plain(value)
                 assert site.lane is not None
                 found[name][key] = shard_of(site.lane, site.index, local, f"{name}.{key}")
             else:
                 found[name][key] = _taken(value, to_host)
     return found
-
-
-def site_is_whole(site: Site) -> bool:
-    return site.lane is None or site.lane.whole_at_rest
 
 
 def _taken(value: Any, to_host: bool) -> Any:
@@ -139,7 +181,7 @@ def _taken(value: Any, to_host: bool) -> Any:
     return value.cpu() if to_host and not value.is_cpu else value.clone()
 
 
-def _in_elements(site: Site, name: str, key: str, value: Any) -> bool:
+def _in_elements(site: Site, key: str, value: Any) -> bool:
     """The state has one value for each element of its parameter; otherwise it is one number, or refused."""
     if not isinstance(value, torch.Tensor) or key == "step":
         return False
@@ -148,22 +190,23 @@ def _in_elements(site: Site, name: str, key: str, value: Any) -> bool:
     if value.numel() == 1 and value.dim() == 0:
         return False
     raise NotSupported(
-        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, which is not its parameter's: "
+        f"optimizer state {key!r} of {site.name!r} has shape {tuple(value.shape)}, not its parameter's: "
         "it is kept in blocks, say, and cannot be put together",
         "Use fs.save(path, model, optimizer) and fs.load, on the same number of ranks.",
     )
 
 
-def _agree(runtime: Runtime, together: dict[tuple[int, str, torch.dtype], list[Site]]) -> None:
+def _agree(parts: Parts, together: dict[tuple[int, str, torch.dtype], list[Site]]) -> None:
     """Ranks whose optimizers hold different state would wait for each other forever."""
     mine = sorted(f"{key} of {site.name!r}" for (_, key, _), members in together.items() for site in members)
-    everyone = runtime.comm.tell_objects(mine)
-    for rank, theirs in zip(runtime.comm.members, everyone, strict=True):
+    if not parts.runtimes:
+        return
+    everyone, ranks = parts.comm.tell_objects(mine), parts.comm.members
+    for rank, theirs in zip(ranks, everyone, strict=True):
         strange = sorted(set(theirs) ^ set(everyone[0]))
         if strange:
             raise RankMismatch(
-                f"the optimizers of rank {rank} and rank {runtime.comm.members[0]} differ: only one has "
-                f"{strange[0]}",
+                f"the optimizers of rank {rank} and rank {ranks[0]} differ: only one has {strange[0]}",
                 "Step the optimizer on all ranks.",
             )
 
@@ -171,30 +214,28 @@ def _agree(runtime: Runtime, together: dict[tuple[int, str, torch.dtype], list[S
 # ---- loading
 
 
-def to_load(
-    runtime: Runtime | None, model: nn.Module, saved: dict[str, Any] | None, order: Numbered, first_only: bool
-) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes on this rank, still by name."""
-    known = {} if runtime is None else {site.name: site for site in sites(runtime, model)}
+def to_load(parts: Parts, saved: dict[str, Any] | None, order: Numbered, first_only: bool) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes on this rank, still by name; without groups if it has none."""
     wanted = {order.name(p) for p in order.in_order}
-    if first_only and runtime is not None:
-        state, groups = _from_first(runtime, saved, known, wanted)
+    if first_only and parts.runtimes:
+        state, groups = _from_first(parts, saved, wanted)
     else:
-        if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
-            raise OptionError(
-                "the optimizer state dict has no 'state' or no 'param_groups'", "Load a whole one."
-            )
-        groups = saved["param_groups"]
+        if not isinstance(saved, dict) or "state" not in saved:
+            raise OptionError("the optimizer state dict has no 'state'", "Load a whole one.")
+        groups = saved.get("param_groups")
         numbers = _numbers(
-            ((n, k, _described(v)[0]) for n, h in saved["state"].items() for k, v in h.items()), known
+            ((n, k, _described(v)[0]) for n, h in saved["state"].items() for k, v in h.items()), parts.cut
         )
         state = {
             name: {
-                key: _cut(known.get(name), (name, key), value, key in numbers) for key, value in held.items()
+                key: _cut(parts.cut.get(name), (name, key), value, key in numbers)
+                for key, value in held.items()
             }
             for name, held in saved["state"].items()
             if _is_wanted(name, wanted, order)
         }
+    if groups is None:
+        return {"state": state}
     return {"state": state, "param_groups": [_group(group, groups, order) for group in order.groups]}
 
 
@@ -224,16 +265,14 @@ def _group(group: Group, saved: Sequence[dict[str, Any]], order: Numbered) -> di
     return deepcopy(options[0]) | {"params": names}
 
 
-def _numbers(rows: Iterable[tuple[str, str, Any]], known: dict[str, Site]) -> set[str]:
+def _numbers(rows: Iterable[tuple[str, str, Any]], cut: dict[str, Site]) -> set[str]:
     """Keys under which an optimizer keeps one number, whatever the parameter's shape.
 
     By key, not by parameter: the state of a parameter without dimensions looks like a number, too.
     """
     found = {"step"}
     for name, key, described in rows:
-        site = known.get(name)
-        cut = site is not None and not site_is_whole(site)
-        if described is not None and not described[0] and cut and known[name].piece.shape:
+        if described is not None and not described[0] and name in cut and cut[name].piece.shape:
             found.add(key)
     return found
 
@@ -244,7 +283,7 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
     if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         return deepcopy(value)
     if isinstance(value, StateShard):
-        if site is not None and site.lane is not None and not site_is_whole(site):
+        if site is not None and site.lane is not None:
             start, stop = site.lane.layout.kept(site.piece, site.lane.comm.rank)
             if (value.start, value.stop) == (start, stop):
                 return value.local.clone()
@@ -256,7 +295,7 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
             f"optimizer state {key!r} of {name!r} is a {type(value).__name__}",
             "Load whole tensors, or the shards of optim_state_dict, filled by torch.distributed.checkpoint.",
         )
-    if site is None or site_is_whole(site) or is_number:
+    if site is None or is_number:
         return value.clone()
     assert site.lane is not None
     piece, lane = site.piece, site.lane
@@ -270,31 +309,30 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
 
 
 def _from_first(
-    runtime: Runtime, saved: dict[str, Any] | None, known: dict[str, Site], wanted: set[str]
-) -> tuple[State, list[dict[str, Any]]]:
+    parts: Parts, saved: dict[str, Any] | None, wanted: set[str]
+) -> tuple[State, list[dict[str, Any]] | None]:
     """The first rank has it all; the others get their parts, one tensor on its way at a time."""
-    comm = runtime.comm
     told: Any = None
-    if is_first(runtime):
+    if parts.is_first:
         assert saved is not None
         rows = [
             (name, key, *_described(v)) for name, held in saved["state"].items() for key, v in held.items()
         ]
-        told = rows, list(saved["state"]), saved["param_groups"]
-    rows, names, groups = comm.tell_objects(told)[0]
+        told = rows, list(saved["state"]), saved.get("param_groups")
+    rows, names, groups = parts.comm.tell_objects(told)[0]
     state: State = {name: {} for name in names if name in wanted}
-    numbers = _numbers((row[:3] for row in rows), known)
+    numbers = _numbers((row[:3] for row in rows), parts.cut)
     for name, key, described, value in rows:
         if described is not None:
             shape, dtype = described
-            if saved is not None and is_first(runtime):
+            if saved is not None and parts.is_first:
                 value = saved["state"][name][key].detach().cpu().contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype)
             if value.numel():
-                comm.from_first(value)
+                parts.comm.from_first(value)
         if name in wanted:
-            state[name][key] = _cut(known.get(name), (name, key), value, key in numbers)
+            state[name][key] = _cut(parts.cut.get(name), (name, key), value, key in numbers)
     return state, groups
 
 
@@ -308,8 +346,11 @@ def _described(value: Any) -> tuple[Any, Any]:
 def numbers_for_names(loaded: dict[str, Any], order: Numbered) -> dict[str, Any]:
     """The same with the numbers that an optimizer's own state dict has."""
     number = {order.name(p): i for i, p in enumerate(order.in_order)}
-    groups = [g | {"params": [number[n] for n in g["params"]]} for g in loaded["param_groups"]]
-    return {"state": {number[n]: held for n, held in loaded["state"].items()}, "param_groups": groups}
+    found: dict[str, Any] = {"state": {number[n]: held for n, held in loaded["state"].items()}}
+    if "param_groups" in loaded:
+        groups = loaded["param_groups"]
+        found["param_groups"] = [g | {"params": [number[n] for n in g["params"]]} for g in groups]
+    return found
 
 
 def rekey(saved: dict[str, Any], to_names: bool, order: Numbered) -> dict[str, Any]:

@@ -7,21 +7,14 @@ copied from where they were parked. So no device holds the whole model, and no h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard import agreements, collectives
+from fullshard import agreements
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-
-
-class Said(Protocol):
-    @property
-    def mesh(self) -> Any: ...
-    @property
-    def synchronise(self) -> bool: ...
 
 
 class Parked:
@@ -36,14 +29,16 @@ class Parked:
         self._zeros = False  # this rank's values do not count
         self.materialize: Callable[[nn.Module], Any] | None = None
 
-    def place(self, said: Said, initialize: Callable[[nn.Module], Any] | None, hybrid: bool) -> None:
-        """Make the model ready for the engine: as it is, or on meta with values to come."""
+    def place(self, grid: torch.Tensor | None, initialize: Callable[[nn.Module], Any] | None) -> None:
+        """Make the model ready for the engine: as it is, or on meta with values to come.
+
+        `grid` is the ranks of the model, if the first one's values go to those that are on meta.
+        """
         self._given = self.materialize = initialize
-        agreements.start()
-        if not said.synchronise:
+        if grid is None:
             return
         on_meta = any(t.is_meta for t in (*self._module.parameters(), *self._module.buffers()))
-        flags = agreements.tell_first(on_meta, collectives.rank_grid(said.mesh, hybrid))
+        flags = agreements.tell_first(on_meta, grid)
         if any(flags) and not all(flags):
             self._zeros = on_meta and not flags[0]
             self._park()
@@ -90,3 +85,32 @@ class Parked:
             for name in module._buffers:
                 if (id(module), name) in self._buffers:
                     module._buffers[name] = self._buffers[id(module), name]
+
+
+def initialise_from_meta(module: nn.Module, given: Callable[[nn.Module], Any]) -> None:
+    """Run a `param_init_fn` on one module, to whose own tensors the engine has given memory.
+
+    torch shows it a module on meta, and many look for that before they call `to_empty`, which makes new
+    tensors. So it is shown one, and what it made is copied. One that only fills what is there, and so leaves
+    the module on meta, is asked again with the memory itself.
+    """
+    held = [(kept, name, t) for kept in _kept(module) for name, t in kept.items() if t is not None]
+    for kept, name, tensor in held:
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = kept is module._parameters
+        kept[name] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    try:
+        given(module)
+        made = [kept.get(name) for kept, name, _ in held]
+    finally:
+        for kept, name, tensor in held:
+            kept[name] = tensor
+    if any(t is None or t.is_meta for t in made):
+        given(module)
+        return
+    for value, (_, _, tensor) in zip(made, held, strict=True):
+        tensor.detach().copy_(value.detach())  # type: ignore[union-attr]
+
+
+def _kept(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers

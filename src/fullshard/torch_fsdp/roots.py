@@ -24,14 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fullshard import collectives, engine
+from fullshard import agreements, collectives, engine
 from fullshard.engine import runtime_of
-from fullshard.errors import NotSupported, StateError
+from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.live import LiveUnit
 from fullshard.precision import Precision
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.torch_fsdp import strategies
-from fullshard.torch_fsdp.parking import Parked
+from fullshard.torch_fsdp.parking import Parked, initialise_from_meta
 from fullshard.torch_fsdp.strategies import MixedPrecision, ShardingStrategy, StateDictType
 from fullshard.units import has_forward
 
@@ -59,6 +59,7 @@ class Said:
     device: torch.device | None
     synchronise: bool
     ignored: frozenset[nn.Parameter]  # a set: the engine looks for parameters in lists, and would find these
+    ignored_modules: frozenset[nn.Module]
     by_policy: bool  # its units were chosen, even if none was
 
 
@@ -141,8 +142,7 @@ def begin(wrapper: Wrapper) -> Runtime | None:
         root = outermost(wrapper)
         refuse_begun(wrappers_in(root)[1:], root)
         _shard(root)
-    runtime: Runtime | None = wrapper.__dict__.get("_fullshard")
-    return runtime
+    return engine_of(wrapper)
 
 
 def refuse_begun(inner: Sequence[Wrapper], around: nn.Module) -> None:
@@ -166,13 +166,13 @@ def _shard(root: Wrapper) -> None:
     parked = Parked(module)
     try:
         if len(ignore) < len(parameters):
-            parked.place(root.said, wanted.initialize, wanted.options["strategy"] == "hybrid")
+            agreements.start()
+            parked.place(_grid_to_fill(wrappers, wanted), wanted.initialize)
             engine.shard(
                 module,
                 units=wanted.units,
                 ignore=ignore,
                 materialize=parked.materialize,
-                device=root.said.device,
                 **wanted.options,
             )
     except BaseException:
@@ -185,8 +185,16 @@ def _shard(root: Wrapper) -> None:
         wrapper._fsdp_wrapped_module._forward_pre_hooks.pop(wrapper._hook_id, None)
     if len(ignore) < len(parameters):
         _settle(root, wrappers)
+    alone = frozenset[nn.Module]().union(*(w.said.ignored_modules for w in wrappers))
     for wrapper in wrappers:
-        _cast_buffers(wrapper)
+        _cast_buffers(wrapper, alone)
+
+
+def _grid_to_fill(wrappers: Sequence[Wrapper], wanted: _Wanted) -> torch.Tensor | None:
+    """The ranks of the model, if one of the wrappers said `sync_module_states`."""
+    if not any(wrapper.said.synchronise for wrapper in wrappers):
+        return None
+    return collectives.rank_grid(wanted.options["mesh"], wanted.options["strategy"] == "hybrid")
 
 
 def _alone(wrapper: Wrapper, root: Wrapper) -> bool:
@@ -222,12 +230,12 @@ def owned_units(wrapper: Wrapper, runtime: Runtime) -> list[LiveUnit]:
     return [unit for unit in runtime.units if unit.modules[0] in own]
 
 
-def _cast_buffers(wrapper: Wrapper) -> None:
+def _cast_buffers(wrapper: Wrapper, ignored: frozenset[nn.Module]) -> None:
     """`buffer_dtype`: once, now. BatchNorm's statistics stay as they are, like its parameters."""
     dtype = wrapper.said.mixed.buffer_dtype
-    inner = {m for w in wrappers_in(wrapper)[1:] for m in w.modules()}
+    left = ignored.union(*(w.modules() for w in wrappers_in(wrapper)[1:]))
     for prefix, module in wrapper._fsdp_wrapped_module.named_modules():
-        if dtype is None or module in inner or isinstance(module, _BatchNorm):
+        if dtype is None or module in left or isinstance(module, _BatchNorm):
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
@@ -281,6 +289,7 @@ class _Wanted:
         if units is not None:
             precision = units.precision_of(core(root))
         options |= {"precision": precision, "mesh": root.said.mesh, "prefetch": root.said.prefetch}
+        options["device"] = _device([w.said.device for w in wrappers])
         return _Wanted(units, _initializer(wrappers), options)
 
 
@@ -295,6 +304,17 @@ def _strategy(said: Sequence[ShardingStrategy]) -> dict[str, Any]:
         f"{' and '.join(sorted({s.name for s in said}))} inside one model: it is sharded in one way",
         "Use one sharding_strategy; FULL_SHARD and SHARD_GRAD_OP may be mixed.",
     )
+
+
+def _device(said: Sequence[torch.device | None]) -> torch.device | None:
+    """One for all: a model has one engine, and that one device."""
+    found = {device for device in said if device is not None}
+    if len(found) > 1:
+        raise OptionError(
+            f"device_id is {' and '.join(sorted(map(str, found)))} in one model",
+            "Give every wrapper the same.",
+        )
+    return found.pop() if found else None
 
 
 def _refuse_other_ranks(mesh: DeviceMesh | None, inner: Wrapper) -> None:
@@ -316,7 +336,7 @@ def _initializer(wrappers: Sequence[Wrapper]) -> Callable[[nn.Module], Any] | No
     def initialize(module: nn.Module) -> None:
         given = chosen.get(module)
         if given is not None:
-            given(module)
+            initialise_from_meta(module, given)
         elif callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()  # type: ignore[operator]
 

@@ -16,9 +16,9 @@ from fullshard.engine import shard
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.live import LiveUnit
 from fullshard.precision import Precision
-from fullshard.runtime import Runtime
+from fullshard.runtime import engine_of
 from fullshard.tensors import cast_floats
-from fullshard.torch_fsdp.initialising import Window, zeros
+from fullshard.torch_fsdp.initialising import Blanks, Window
 from fullshard.torch_fsdp.marks import EMPTY, LIVE, MARKED, Mark, mark_of, marks_in, outermost, own_parameters
 from fullshard.torch_fsdp.policies import casts_of, precision_of
 
@@ -64,8 +64,9 @@ def _refuse_meta(root: nn.Module) -> None:
 
 
 def build_empty(root: nn.Module, device: torch.device | None) -> None:
-    """`to_empty` of a meta-device model: shards with memory and without values."""
-    build(root, zeros)
+    """`to_empty` of a meta-device model: shards with memory, and without values where there were none."""
+    blanks = Blanks.of(root)
+    build(root, blanks.zero)
     runtime = engine_of(root)
     if runtime is None:
         return
@@ -74,7 +75,7 @@ def build_empty(root: nn.Module, device: torch.device | None) -> None:
             f"to_empty(device={str(device)!r}) of a model that is sharded on {runtime.comm.device}",
             "Give to_empty the device of the mesh.",
         )
-    window = Window(runtime, root)
+    window = Window(runtime, root, blanks)
     for mark in marks_in(root):
         mark.window = window
         mark.become(EMPTY)
@@ -131,6 +132,7 @@ def _settle(mark: Mark) -> None:
     unit.casts = casts
     keep_or_release(mark)
     divide(mark)
+    fill_unused(mark)
     postpone(mark)
     for args, kwargs in mark.compilations:
         mark.module.compile(*args, **kwargs)
@@ -173,18 +175,19 @@ def divide(mark: Mark) -> None:
         runtime.reduction.divide_by.update(dict.fromkeys(unit.lanes, mark.divisor))
 
 
+def fill_unused(mark: Mark) -> None:
+    """`set_reduce_scatter_unused_params` of one unit: zeros, which weight decay tells from None."""
+    unit = unit_of(mark.module)
+    for lane in unit.lanes if unit is not None else ():
+        lane.zero_unused = mark.zero_unused
+
+
 def postpone(mark: Mark) -> None:
     """A sum over replicas waits only if all units of the engine may wait: it has one pile for all."""
     runtime = engine_of(mark.module)
     if runtime is not None:
         family = marks_in(runtime.root.modules[0])
         runtime.reduction.postponing = not any(m.syncs and m.sums_replicas for m in family)
-
-
-def engine_of(module: nn.Module) -> Runtime | None:
-    """None for a module in which there was nothing to shard."""
-    runtime: Runtime | None = module.__dict__.get("_fullshard")  # a question is no use of the model
-    return runtime
 
 
 def unit_of(module: nn.Module) -> LiveUnit | None:

@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.collectives import as_bytes
 from fullshard.errors import FullshardError, StateError
 from fullshard.layout import Piece
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.shards import Lane, piece_view
 from fullshard.state import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
@@ -56,7 +56,7 @@ def is_first(runtime: Runtime) -> bool:
 
 def take(wrapper: Wrapper, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """The wrapped module's state dict, as the settings of the outermost call want it."""
-    runtime: Runtime | None = wrapper.__dict__.get("_fullshard")
+    runtime = engine_of(wrapper)
     before = set(destination)
     outer = runtime is not None and id(runtime) not in _taking
     if outer:
@@ -156,7 +156,7 @@ def rename(wrapper: Wrapper, state: dict[str, Any], prefix: str) -> None:
 def prepare(wrapper: Wrapper, state: dict[str, Any], prefix: str) -> None:
     """Before a wrapper's part of `state` is loaded, in place."""
     settings = wrapper.state_dict_settings
-    runtime: Runtime | None = wrapper.__dict__.get("_fullshard")
+    runtime = engine_of(wrapper)
     stamp = state.pop(prefix + STAMP, None)
     rename(wrapper, state, prefix)
     if stamp is not None and runtime is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fullshard.gradients import plainly
 from fullshard.live import LiveUnit
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.shards import Lane, in_memory_order, piece_view
 from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in
 from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
@@ -44,9 +44,9 @@ def _to_open(module: nn.Module, recurse: bool) -> list[tuple[Runtime, list[LiveU
     wrappers = wrappers_in(module)
     for wrapper in wrappers:
         begin(wrapper)
-    runtimes = {w.__dict__["_fullshard"]: w for w in reversed(wrappers) if "_fullshard" in w.__dict__}
+    runtimes = {runtime: w for w in reversed(wrappers) if (runtime := engine_of(w)) is not None}
     if not recurse:
-        runtime = module.__dict__.get("_fullshard")
+        runtime = engine_of(module)
         return [(runtime, owned_units(module, runtime))] if runtime and isinstance(module, Wrapper) else []
     inside = {id(p) for _, p in nn.Module.named_parameters(module)}
     return [

@@ -21,7 +21,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard import collectives, engine
 from fullshard.errors import NotSupported, OptionError, StateError
-from fullshard.runtime import Runtime
+from fullshard.runtime import Runtime, engine_of
 from fullshard.tensors import map_tensors
 from fullshard.torch_fsdp import state_dicts, strategies
 from fullshard.torch_fsdp.optimizer_calls import OptimizerCalls
@@ -109,6 +109,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
                 device=_device(device_id),
                 synchronise=bool(sync_module_states),
                 ignored=frozenset(parameters),
+                ignored_modules=frozenset(modules),
                 by_policy=auto_wrap_policy is not None,
             )
         )
@@ -135,7 +136,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_root is None:
             begin(self)
-        runtime = self.__dict__.get("_fullshard")
+        runtime = engine_of(self)
         if self._is_root and runtime is not None and runtime.comm.device.type != "cpu":
             device = runtime.comm.device  # torch moves the root's inputs; others are there already
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device), objects=False)
