@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?=
 PYTEST_ARGS ?=
-# Three files at a time: tests of several ranks wait more than they compute, and a file shares what it has computed.
-WORKERS ?= 3
+# Four files at a time: tests of several ranks wait a part of their time, and a file shares what it has computed.
+WORKERS ?= 4
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt

@@ -26,17 +26,18 @@ units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
 # Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = (
     "test_documents",
-    "test_train_command",
-    "test_resume",
-    "test_hf_trainer",
-    "test_onnx",
-    "test_hf_checkpoints",
-    "test_two_nodes",
-    "test_tensor_parallel_use",
-    "test_checkpoint_optimizers",
     "test_small_models",
-    "test_wire",
     "test_numbers",
+    "test_checkpoint_failures",
+    "test_behaviours_kinds",
+    "test_cli_launch",
+    "test_train_command",
+    "test_behaviours",
+    "test_checkpoint_hugging_face",
+    "test_plan_command",
+    "test_checkpoint_any",
+    "test_two_nodes",
+    "test_resume",
 )
 
 

@@ -219,6 +219,7 @@ def _torn(results: list[Result]) -> int:
     return torn
 
 
+@pytest.mark.long
 def test_save_killed_at_a_random_instant_leaves_the_newest_checkpoint_whole(tmp_path: Path) -> None:
     assert _torn(_campaign(range(1, 5), tmp_path)) > 0
 

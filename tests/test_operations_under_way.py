@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -234,3 +236,23 @@ def test_no_operation_is_under_way_when_a_profiled_step_ends() -> None:
         for plain, profiled in found:
             assert plain > 0  # one goes on while the optimizer steps, which is what makes this worth a test
             assert profiled == 0
+
+
+LEAVES_GROUPS_OPEN = """
+import atexit
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: print("open" if dist.is_initialized() else "ended"))
+import fullshard as fs
+
+fs.shard(torch.nn.Linear(2, 2))
+"""
+
+
+def test_groups_that_a_script_leaves_open_end_before_its_process_does() -> None:
+    """gloo's threads would abort an exit now and then, after all the work was done."""
+    command = [sys.executable, "-c", LEAVES_GROUPS_OPEN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -98,8 +98,11 @@ def run_both(nodes: Sequence[Node], per_node: int, folder: Path) -> list[dict[st
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     ("make", "per_node"),
-    [(two_nodes, 1), (two_nodes, 2), (partial(contextlib.nullcontext, LOOPBACK), 1)],
-    ids=["1_a_node", "2_a_node", "on_loopback"],
+    [
+        pytest.param(two_nodes, 1, id="1_a_node", marks=pytest.mark.long),
+        pytest.param(two_nodes, 2, id="2_a_node"),
+        pytest.param(partial(contextlib.nullcontext, LOOPBACK), 1, id="on_loopback"),
+    ],
 )
 def test_two_nodes_train_with_the_numbers_of_one_process(
     make: Any, per_node: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -119,6 +119,7 @@ def _train(configurations: list[dict[str, object]], steps: int) -> list[list[flo
     return found
 
 
+@pytest.mark.long
 def test_training_with_8_bit_wires_ends_where_the_full_wire_does() -> None:
     plain: list[dict[str, object]] = [{}, {"compute": torch.bfloat16}]
     found = ranks.run(_train, 2, plain + list(INT8.values()), 300, init=True, timeout_s=200)[0]

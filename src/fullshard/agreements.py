@@ -6,6 +6,7 @@ A Council has a group of its own, so that a background thread may use it while t
 from __future__ import annotations
 
 import atexit
+import functools
 import pickle
 import sys
 import time
@@ -151,14 +152,18 @@ def council(comm: Comm) -> Council:
 
 
 def start() -> None:
-    """The default process group, if there is none; one that we started ends with the process."""
-    if collectives.start():
+    """The default process group, if there is none.
+
+    One that we started ends with the process. So does a script's own of gloo, if the script does not end it:
+    our groups beside it have threads of their own, which would abort the exit now and then.
+    """
+    if collectives.start() or dist.get_backend() == "gloo":
         end_groups_at_exit()
 
 
+@functools.cache  # registered once, and so early: what others do at exit comes before it
 def end_groups_at_exit() -> None:
     """For groups that the script did not start, and so does not end."""
-    atexit.unregister(_end_unless_failed)
     atexit.register(_end_unless_failed)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.agreements import end_groups_at_exit
 from fullshard.engine import runtime_of, shard
 from fullshard.errors import NotSupported, StateError
 from fullshard.hugging_face import asked
@@ -27,6 +28,7 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
         return model
     said = asked.shard_arguments(accelerator, model)
     asked.cast_buffers(accelerator.state.fsdp_plugin, model)
+    end_groups_at_exit()  # accelerate starts them, and leaves them open
     shard(model, **said)
     for module in model.modules():
         if hasattr(type(module), "generate"):
