@@ -415,3 +415,25 @@ def test_gradients_are_summed_on_the_way_where_that_sends_less_between_nodes(
     nodes_of: int | None, said: dict[str, Any], way: str
 ) -> None:
     assert ranks.run(_way_to_reduce, 1, nodes_of, said, timeout_s=60)[0] == way
+
+
+def _under_a_fake_group() -> tuple[int, int, bool]:
+    """Torch's own process group in which nobody else is there; people estimate memory with it."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import fullshard as fs
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    whole = sum(p.numel() for p in model.parameters())
+    fs.shard(model)
+    model(torch.ones(2, 8)).sum().backward()
+    grads = all(p.grad is not None for p in model.parameters() if p.numel())
+    return whole, sum(p.numel() for p in model.parameters()), grads
+
+
+def test_one_rank_under_torchs_fake_process_group_holds_its_part() -> None:
+    ((whole, part, grads),) = ranks.run(_under_a_fake_group, 1, fresh=True)
+    assert whole / 4 <= part <= whole / 3
+    assert grads
