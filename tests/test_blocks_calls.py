@@ -239,9 +239,19 @@ def _head_after_the_model(model: nn.Module, piece: Piece, weight: float) -> floa
     return loss.item()
 
 
+class TiedInBlocks(Net):
+    """All blocks show one weight, which is the root's therefore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.blocks:
+            layer[2].weight = self.blocks[0][2].weight
+
+
 STRAY = {
     "the whole forward by hand": Case(backward=_by_hand),
     "one block alone": Case(backward=_one_block_alone),
+    "one block alone, with a weight of the root's": Case(make=TiedInBlocks, backward=_one_block_alone),
     "a leaf of a block": Case(backward=_leaf_of_a_block),
     "a block before the model": Case(backward=_block_before_the_model),
     "the head after the model": Case(backward=_head_after_the_model),

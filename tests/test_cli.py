@@ -155,6 +155,14 @@ def test_interrupt_while_torch_is_imported_is_one_line_and_130() -> None:
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "fullshard: interrupted\n")
 
 
+def test_background_job_that_is_told_to_ignore_interrupts_ignores_them_from_the_first_moment() -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + IMPORTING
+    words = [sys.executable, "-c", code, "inspect", "x"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert "interrupted" not in found.stderr
+
+
 def test_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError

@@ -55,6 +55,10 @@ def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str,
         made.model.merge_and_unload()
     except FullshardError as error:
         found["merging"] = f"{type(error).__name__}: {error}"
+    try:
+        made.model.add_adapter("second", _lora())  # each rank would train it for itself
+    except FullshardError as error:
+        found["adding"] = f"{type(error).__name__}: {error}"
     state = made.accelerator.get_state_dict(made.model)
     base = {
         name.removeprefix("base_model.model."): value for name, value in state.items() if "lora" not in name
@@ -82,6 +86,7 @@ def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path
             assert len(found["names without"]) == 8
             assert found["counts"] == plain["counts"]
             assert found["merging"].startswith("NotSupported")
+            assert found["adding"].startswith("NotSupported: rank")
     resumed = ranks.run(_adapted, 2, str(folder), said, str(folder / "checkpoint-2"), timeout_s=240)
     assert resumed[0]["steps"] == found["steps"]
     assert torch.equal(resumed[0]["logits"], found["logits"])

@@ -121,6 +121,9 @@ def _saved_as_in_a_loop(folder: str) -> dict[str, Any]:
     model = accelerator.unwrap_model(accelerator.prepare(hf_runs.causal_lm()))
     main = accelerator.is_main_process
     model.save_pretrained(f"{folder}/all", is_main_process=main, save_function=accelerator.save)
+    model.save_pretrained(save_directory=f"{folder}/named", is_main_process=main)
+    model.save_pretrained(f"{folder}/placed", main)
+    model.model.save_pretrained(f"{folder}/inner", is_main_process=main)
     with fs.full(model, writeback=False):
         model.save_pretrained(f"{folder}/full")
     try:
@@ -133,6 +136,8 @@ def _saved_as_in_a_loop(folder: str) -> dict[str, Any]:
 def test_save_pretrained_writes_the_whole_model_if_all_ranks_call_it_and_nothing_otherwise(
     tmp_path: Path,
 ) -> None:
+    from safetensors.torch import load_file
+
     for found in ranks.run(_saved_as_in_a_loop, 2, str(tmp_path), timeout_s=120):
         assert found["error"].startswith("StateError")
         assert "is_main_process=accelerator.is_main_process" in found["error"]
@@ -140,8 +145,10 @@ def test_save_pretrained_writes_the_whole_model_if_all_ranks_call_it_and_nothing
     ids = hf_runs.samples(2, seed=9)[1]["input_ids"][None]
     with torch.no_grad():
         expected = hf_runs.causal_lm().eval()(input_ids=ids).logits
-    for folder in ("all", "full"):
+    for folder in ("all", "named", "placed", "full"):
         assert torch.equal(_logits(tmp_path / folder), expected), folder
+    inner = load_file(tmp_path / "inner" / "model.safetensors")
+    torch.testing.assert_close(inner, dict(hf_runs.causal_lm().model.state_dict()), rtol=0, atol=0)
 
 
 def _last_checkpoint(folder: str) -> Any:

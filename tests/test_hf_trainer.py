@@ -152,6 +152,8 @@ def _refused(folder: str) -> dict[str, str]:
         "unread key": {"fsdp_config": {"transformer_layer_class_to_wrap": "LlamaDecoderLayer"}},
         "offload in other words": {"fsdp_config": {"fsdp_offload_params": True}},
         "two strategies": {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},
+        "another strategy": {"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
+        "two policies": {"fsdp_config": {"min_num_params": 7, "transformer_layer_cls_to_wrap": ["A"]}},
     }.items():
         hf_runs.forget()
         try:
@@ -176,7 +178,27 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
         assert "'transformer_layer_class_to_wrap', which transformers does not read" in found["unread key"]
         assert "Say 'cpu_offload'" in found["offload in other words"]
         assert "fsdp is 'shard_grad_op', and fsdp_config says" in found["two strategies"]
+        assert "'sharding_strategy', which transformers does not read" in found["another strategy"]
+        assert "both 'min_num_params' and 'transformer_layer_cls_to_wrap'" in found["two policies"]
         assert found["size"] == "7"  # and not left out because no policy was named
+
+
+def _files_of_older_versions(folder: str) -> list[Any]:
+    hf_runs.forget()
+    configurations: list[dict[str, Any]] = [
+        {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": False, "min_num_params": None},
+        {"fsdp_sharding_strategy": 1, "fsdp_min_num_params": 0, "xla": False, "limit_all_gathers": True},
+        {"reshard_after_forward": 1},
+    ]
+    return [
+        hf_runs.arguments(folder, 2, fsdp="full_shard auto_wrap", fsdp_config=config).fsdp_plugin_args
+        for config in configurations
+    ]
+
+
+def test_keys_that_say_again_what_holds_anyway_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    for found in ranks.run(_files_of_older_versions, 2, str(tmp_path), timeout_s=120):
+        assert [row["reshard_after_forward"] for row in found] == [True, True, True]
 
 
 def _smaller_batch(folder: str) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class Several(Lit):
 def _several(strategy: Any, each: list[list[int]], wrap: Any, **options: Any) -> dict[str, Any]:
     """Dataloaders with so many batches on each rank, one after the other; metrics are summed over ranks."""
     run, module = trainer(strategy, **options), Several()
+    module.allow_zero_length_dataloader_with_multiple_devices = wrap is list and not all(map(all, each))
     loaders = [loader(wrap(_uneven(counts, last=2))) for counts in each]
     with quietly():
         # A rank without a batch has logged nothing, and sums nothing.
@@ -118,6 +119,7 @@ CASES: dict[str, tuple[list[list[int]], Any, dict[str, Any]]] = {
         {"limit_val_batches": 3, "limit_predict_batches": 3},
     ),
     "nothing on one rank": ([[2, 0]], Stream, {}),
+    "no length on one rank": ([[2, 0]], list, {}),
 }
 
 

@@ -368,6 +368,70 @@ def test_moving_average_in_a_deepcopy_is_that_of_one_process(strategy: str) -> N
         assert_close(parameters, reference.whole_parameters(average))
 
 
+def _tried_out(model: nn.Module, pieces: list[int]) -> list[float]:
+    """An average that changes places with the parameters through p.data, and a second model that does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    average = [p.data.clone() for p in model.parameters()]
+    losses = []
+    for step in range(3):
+        for rank in pieces:
+            (loss_of(model, batch(step, rank)) / len(pieces)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average = [0.7 * a + 0.3 * p.data for a, p in zip(average, model.parameters(), strict=True)]
+        kept = [p.data for p in model.parameters()]
+        for p, a in zip(model.parameters(), average, strict=True):
+            p.data = a
+        with torch.inference_mode():
+            losses.append(loss_of(model, batch(9, 0)).item())
+        for p, k in zip(model.parameters(), kept, strict=True):
+            p.data = k
+    return losses
+
+
+def _changed_places(model: nn.Module, other: nn.Module) -> list[float]:
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        a.data, b.data = b.data, a.data
+    with torch.no_grad():
+        return [loss_of(m, batch(9, 0)).item() for m in (model, other)]
+
+
+def _assigned(strategy: str) -> tuple[list[float], list[float], dict[str, Any]]:
+    import fullshard as fs
+
+    model, other, found = sharded(strategy), sharded(strategy), {}
+    losses = _tried_out(model, [my_rank()])
+    places = _changed_places(model, other)
+    with fs.inference(other):
+        kept = [p.data for p in other.parameters()]
+        for p in other.parameters():
+            p.data = p.data + 1
+        found["inference"] = refusal(lambda: other(batch(9, 0)[0]))[0] == "StateError"
+        for p, k in zip(other.parameters(), kept, strict=True):
+            p.data = k
+    with fs.accumulate(other):
+        loss_of(other, batch(0, 0)).backward()
+        other.head.weight.data, other.head.bias.data = other.head.weight * 0, other.head.bias * 0
+        found["accumulate"] = not other(batch(9, 0)[0]).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first rank's values are kept
+        with fs.full(model):
+            model.head.bias.data = torch.full((5,), float(my_rank()))
+    found["full"] = not whole(model)["head.bias"].any()
+    return losses, places, found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "replicate"])
+def test_values_assigned_to_data_count_and_leave_what_was_there_to_who_kept_it(strategy: str) -> None:
+    model, other = build(), build()
+    losses = _tried_out(model, [0, 1])
+    places = _changed_places(model, other)
+    for tried, changed, found in ranks.run(_assigned, 2, strategy):
+        assert tried == pytest.approx(losses, rel=1e-5)
+        assert changed == pytest.approx(places, rel=1e-5)
+        assert all(found.values()), found
+
+
 def _discriminator() -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), *(block() for _ in range(2)), nn.Linear(WIDTH, 1))
 

@@ -273,6 +273,42 @@ def test_kind_that_is_not_built_here_is_built_by_transformers(tmp_path: Path) ->
     assert found["strategies"]["zero3"]["activation_bytes"] > 2 * 32 * 64 * 4
 
 
+def test_config_with_an_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    from transformers import BambaConfig
+
+    BambaConfig(**SHORT | {"num_hidden_layers": 1}, mamba_n_heads=8, mamba_d_head="auto").save_pretrained(
+        tmp_path
+    )
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert count(find(str(tmp_path), Batch(1, 8)).build()) > 0
+
+
+def test_experts_are_planned_in_float32_with_twice_the_activations_of_bf16() -> None:
+    experts = SHORT | {"model_type": "mixtral", "num_local_experts": 4}
+    narrow, wide = (
+        answer(
+            subjects.hugging_face("experts", experts, Batch(1, 64)), Question(memory_bytes=GIB, precision=p)
+        )
+        for p in ("bf16", "fp32")
+    )
+    assert 1.6 < wide.saved_bytes / narrow.saved_bytes < 2.1
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_scores_count_where_heads_share_keys_in_a_way_that_no_fused_kernel_takes(is_shared: bool) -> None:
+    said = {"model_type": "falcon", "num_hidden_layers": 3, "hidden_size": 256, "vocab_size": 1024}
+    said |= {"num_attention_heads": 8, "multi_query": is_shared}
+    short, long = (
+        answer(
+            subjects.hugging_face("falcon", said, Batch(1, length)),
+            Question(memory_bytes=GIB, precision="fp32"),
+        ).saved_bytes
+        for length in (256, 512)
+    )
+    scores = 3 * 8 * (512**2 - 2 * 256**2) * 4  # what does not grow with the length alone
+    assert (long - 2 * short) / scores == pytest.approx(1.0 if is_shared else 0.0, abs=0.3)
+
+
 def test_config_without_transformers_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHORT}))
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -424,11 +460,11 @@ def test_list_as_json_has_the_parameters_of_every_size() -> None:
 def test_planning_leaves_torchs_functions_as_they_were() -> None:
     import torch.nn.functional as F
 
-    before = F.scaled_dot_product_attention, F.linear, F.dropout
+    before = F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm
     subject = find("gpt2", Batch(1, 8))
     with pytest.raises(OptionError, match="does not run without values"):
         answer(replace(subject, run=lambda _: (torch.zeros(1)[5], None)), Question(memory_bytes=GIB))
-    assert before == (F.scaled_dot_product_attention, F.linear, F.dropout)
+    assert before == (F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm)
 
 
 def _need(subject: Subject, strategy: str, **said: Any) -> Any:

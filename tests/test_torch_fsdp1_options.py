@@ -433,6 +433,59 @@ def test_param_init_fn_is_shown_a_module_on_meta() -> None:
     ranks.run(_shown_on_meta, 2, init=True, timeout_s=60)
 
 
+class Layered(nn.Module):
+    """Modules with tensors of their own around others: a buffer alone, or a parameter."""
+
+    def __init__(self, inside: list[nn.Module], parameter: bool) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+        self.register_buffer("shift", torch.ones(3))
+        if parameter:
+            self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.inside:
+            x = each(x)
+        return x + self.shift
+
+
+def _recursive() -> None:
+    """What begins with `to_empty` of a whole subtree, or goes through one, must not undo what is done."""
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+    from fullshard.torch_fsdp.wrap import ModuleWrapPolicy
+
+    def fill(module: nn.Module) -> None:
+        fan = module.weight.shape[1] if isinstance(module, nn.Linear) else 0
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data.fill_(2.0 + fan)
+
+    def emptied(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        fill(module)
+
+    def parameters_anew(module: nn.Module) -> None:
+        for name, p in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.full_like(p, 2.0, device="cpu")))
+        fill(module)
+
+    for given in (emptied, lambda module: module.apply(fill), parameters_anew):
+        for policy in (None, ModuleWrapPolicy({Layered}), ModuleWrapPolicy({nn.Linear})):
+            with torch.device("meta"):
+                blocks = [
+                    Layered([nn.Linear(3, 3), nn.Linear(3, 3)], parameter) for parameter in (True, False)
+                ]
+                model = Layered([nn.Linear(3, 3), *blocks], parameter=True)
+                blocks[1].inside[0].weight = model.inside[0].weight
+            wrapped = FSDP(model, auto_wrap_policy=policy, param_init_fn=given, device_id="cpu:0")
+            for name, value in wrapped.state_dict().items():
+                expected = 2.0 if name.endswith(("shift", "scale")) else 5.0
+                assert value.eq(expected).all(), (given, policy, name, value)
+
+
+def test_param_init_fn_may_go_into_the_modules_inside() -> None:
+    ranks.run(_recursive, 2, init=True, timeout_s=60)
+
+
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()

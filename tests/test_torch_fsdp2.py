@@ -373,12 +373,13 @@ def _replicated() -> None:
     from torch.distributed._composable import replicate
 
     from fullshard.errors import ModelError
-    from fullshard.torch_fsdp import fully_shard
+    from fullshard.torch_fsdp import FullyShardedDataParallel, fully_shard
 
     model = build(tie=False)
     plain = copy.deepcopy(model)
-    for block in model.blocks:
+    for block in model.blocks[1:]:
         fully_shard(block)
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0])
     replicate(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     _both(model, plain, optimizers)

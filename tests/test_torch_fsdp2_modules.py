@@ -436,8 +436,58 @@ def _meta_replaced() -> None:
             assert trained == {id(p) for p in model.parameters()}
 
 
+def _meta_all_replaced() -> None:
+    """Value by value, as loaders put them; a tie that was not there when the model was cut is no value."""
+    from fullshard.torch_fsdp import fully_shard
+
+    def emptied() -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+        fully_shard(model[1])
+        fully_shard(model)
+        return model.to_empty(device="cpu")
+
+    model = emptied()
+    for i, each in enumerate(model):
+        each.weight = nn.Parameter(torch.full((3, 3), float(i)), requires_grad=i != 2)
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, True]
+    model(torch.ones(1, 3)).sum().backward()
+    assert [value.unique().tolist() for value in whole(model).values()] == [[0.0], [1.0], [2.0], [3.0]]
+    for put in (None, nn.Parameter(torch.ones(3, 3))):
+        model = emptied()
+        nn.init.ones_(model[0].weight)
+        model[0].weight = model[0].weight if put is None else put
+        model[3].weight = model[0].weight
+        assert refusal(lambda m=model: m(torch.ones(1, 3))) == "AtRestError"  # type: ignore[misc]
+
+
 def test_parameter_put_in_the_place_of_another_before_the_first_use_counts() -> None:
     ranks.run(_meta_replaced, 2, init=True, timeout_s=120)
+
+
+def test_parameters_all_put_anew_count_and_a_new_tie_is_refused() -> None:
+    ranks.run(_meta_all_replaced, 2, init=True, timeout_s=120)
+
+
+class _Renaming(nn.Linear):
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        renamed = {name.removeprefix("old."): value for name, value in state_dict.items()}
+        return super().load_state_dict(renamed, strict)
+
+
+def _own_loading() -> None:
+    from fullshard.torch_fsdp import fully_shard
+
+    values = {"weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), "bias": torch.ones(3)}
+    model = _Renaming(4, 3)
+    fully_shard(model)
+    for times in (1, 2):  # the first call shards
+        model.load_state_dict({f"old.{name}": times * value for name, value in values.items()})
+        assert same(whole(model), {name: times * value for name, value in values.items()})
+
+
+def test_class_with_a_load_state_dict_of_its_own_is_loaded_by_it() -> None:
+    ranks.run(_own_loading, 2, init=True, timeout_s=120)
 
 
 def _meta_all() -> None:

@@ -56,6 +56,30 @@ def test_model_built_unit_by_unit_begins_as_wide_as_one_that_its_library_builds(
             assert torch.equal(dict(model.named_buffers())[name], value), name
 
 
+class _Tied(torch.nn.Module):
+    """Its head shows the table, of which row 0 stands for padding; its middle knows its weight already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 16, padding_idx=0)
+        self.middle = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 64, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_tied_or_known_weight_on_meta_is_not_initialised_again_by_another_module() -> None:
+    with torch.device("meta"):
+        model = _Tied()
+    known = torch.full((16, 16), 3.0)
+    model.middle.weight = torch.nn.Parameter(known.clone())
+    fs.shard(model)
+    with fs.full(model):
+        assert model.head.weight is model.table.weight
+        assert not model.table.weight[0].any()
+        assert model.table.weight.std().item() == pytest.approx(1.0, rel=0.2)  # a Linear's would be 0.14
+        assert torch.equal(model.middle.weight, known)
+
+
 class _Mask(torch.nn.Module):
     """A mask that its `__init__` alone computes."""
 
@@ -73,6 +97,16 @@ def test_mask_of_truth_values_that_nothing_initialises_is_an_error() -> None:
         model = _Mask()
     with pytest.raises(fs.errors.ModelError, match="initialises 'mask'"):
         fs.shard(model)
+
+
+def test_model_without_a_longest_sequence_takes_one_of_any_length(tmp_path: Path) -> None:
+    from fullshard.training import models, settings
+
+    sizes = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 257}
+    (tmp_path / "net.json").write_text(json.dumps({"model_type": "xlnet", **sizes}))
+    runs.write_texts(tmp_path / "texts", num_words=60)
+    said = settings.load(runs.write_config(tmp_path, model={"config": "net.json"}))
+    assert models.build(said, 257).context is None, "XLNet says -1"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ A Council has a group of its own, so that a background thread may use it while t
 from __future__ import annotations
 
 import atexit
-import functools
+import os
 import pickle
 import sys
 import time
@@ -161,14 +161,18 @@ def start() -> None:
         end_groups_at_exit()
 
 
-@functools.cache  # registered once, and so early: what others do at exit comes before it
+_leavers: set[int] = set()  # processes, and not those that they fork: these have no part in the groups
+
+
 def end_groups_at_exit() -> None:
     """For groups that the script did not start, and so does not end."""
-    atexit.register(_end_unless_failed)
+    _leavers.add(os.getpid())
 
 
+@atexit.register  # with the import, and so early: what a script does at exit comes before it
 def _end_unless_failed() -> None:
-    if not hasattr(sys, "last_value"):  # then ranks may still be in a collective, and NCCL would wait for it
+    failed = hasattr(sys, "last_value")  # then ranks may still be in a collective, and NCCL would wait for it
+    if os.getpid() in _leavers and not failed:
         end_groups()
 
 

@@ -133,7 +133,8 @@ class Gathering:
         self.grad_pass = torch.is_grad_enabled()
         self._releasing = self._options.releases_after_forward or not self.grad_pass
         for unit in self.units:
-            unit.abandon()  # a part of the model, called by itself and interrupted
+            if not unit.runs():  # it does where it was called by itself, and holds a parameter of the root
+                unit.abandon()  # a part of the model, called by itself and interrupted
             unit.await_all()
             unit.pending = 0  # a forward that never saw its backward does not hold this one up
 

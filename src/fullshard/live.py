@@ -160,6 +160,10 @@ class LiveUnit:
         if self.depth == 0:
             self.slots.show_resting(self._shown)
 
+    def runs(self) -> bool:
+        """Whether a forward of it that seems to run does."""
+        return self.depth > 0 and any(running_calls(m) for called in self.modules for m in called.modules())
+
     def abandon(self) -> None:
         """Forwards of it that seem to run were interrupted."""
         if self.depth:

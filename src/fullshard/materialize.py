@@ -12,6 +12,7 @@ tensors of its own is asked too, once all that lies in it has values.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,9 @@ class Materializer:
     ) -> None:
         self._model, self._device, self._given = model, device, initialize
         self._names = {module: name for name, module in model.named_modules()}
-        self._places = {module: place for place, module in enumerate(_leaves_first(model, set()))}
+        # A given function often begins with `to_empty`, which takes modules inside along: they come later.
+        in_order = _leaves_first(model, set()) if initialize is None else self._names
+        self._places = {module: place for place, module in enumerate(in_order)}
         self._parents: dict[nn.Module, list[nn.Module]] = {}
         for module in self._names:
             for child in module.children():
@@ -42,6 +45,7 @@ class Materializer:
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._done: set[int] = set()
         self._made: set[int] = set()
+        self._set: set[int] = set()  # parameters that one of their modules has initialised
         self._refuse_hopeless()
 
     @property
@@ -91,7 +95,8 @@ class Materializer:
             self._give_memory(module)
         for module in sorted({*fresh, *around}, key=self._places.__getitem__):
             if module in fresh:
-                self._initialize(module)
+                with self._shown_alone(module, fresh):
+                    self._initialize(module)
             elif (of_model := self._of_model(module)) is not None:
                 with torch.no_grad():
                     of_model()
@@ -105,11 +110,47 @@ class Materializer:
             raise _uninitialised(missing)
 
     def _initialize(self, module: nn.Module) -> None:
+        """A tied parameter keeps what its first module gave it, and any what it had before it came here."""
+        own = [p for p in module._parameters.values() if p is not None]
+        kept = [(p, p.detach().clone()) for p in own if self._has_value(p)]
         for initialize in self._initializers(module):
             with torch.no_grad():
                 initialize()
             if not any(map(_shows_mark, _direct(module))):
                 break
+        for parameter, value in kept:
+            parameter.detach().copy_(value)
+        self._set.update(map(id, own))
+
+    @contextmanager
+    def _shown_alone(self, module: nn.Module, fresh: Container[nn.Module]) -> Iterator[None]:
+        """A given function may go into the modules inside. What has values there looks as on meta, and so
+        does what is not given memory yet.
+
+        Some of it is at rest by now, and what is written there would be taken for values.
+        """
+        inside = [m for m in module.modules() if m is not module] if self._given is not None else []
+        held: list[tuple[nn.Module, dict[str, Any]]] = [
+            (m, own) for m in inside for own in (m._parameters, m._buffers)
+        ]
+        hidden = [
+            (own, name, tensor)
+            for m, own in held
+            for name, tensor in own.items()
+            if tensor is not None and (m not in fresh or self._has_value(tensor))
+        ]
+        originals = {id(parameter): twin for parameter, twin in self._twins} if hidden else {}
+        for own, name, tensor in hidden:
+            own[name] = _on_meta(originals.get(id(tensor), tensor))
+        try:
+            yield
+        finally:
+            for own, name, tensor in hidden:
+                own[name] = tensor
+
+    def _has_value(self, tensor: torch.Tensor) -> bool:
+        """Of a parameter: its turn was before, in a module that it is tied to, or it never was on meta."""
+        return isinstance(tensor, nn.Parameter) and (id(tensor) in self._set or not self.made(tensor))
 
     def _around(self, fresh: Container[nn.Module]) -> list[nn.Module]:
         """Modules that have no parameters themselves, and in them those of fresh ones alone.
@@ -154,6 +195,11 @@ class Materializer:
             _swap(parameter, twin)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
+
+
+def _on_meta(tensor: Any) -> Any:
+    empty = torch.empty_like(local_of(tensor), device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _leaves_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

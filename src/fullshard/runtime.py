@@ -201,7 +201,7 @@ class Runtime:
         self.gathering.keeping = keeping
         now = [self.steps, *map(_version, self.parameters)] if keeping or before is not None else None
         self._versions = now if keeping else None
-        return before is not None and before == now
+        return before is not None and before == now and not any(lane.assigned for lane in self.lanes)
 
     def _follow_user(self) -> None:
         """Freezing, unfreezing and tensor hooks set on parameters since the last pass take effect."""

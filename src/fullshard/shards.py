@@ -56,22 +56,14 @@ class Lane:
         self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
         self.parameters = list(parameters)
         self.whole_at_rest = whole_at_rest
-        device = comm.device
-        self.rest = torch.zeros(
-            layout.total if whole_at_rest else layout.interval, dtype=dtypes.rest, device=device
-        )
+        size = layout.total if whole_at_rest else layout.interval
+        self.rest = torch.zeros(size, dtype=dtypes.rest, device=comm.device)
         # Replicated and not cast: the full value is the resting one, nothing to gather or release.
         self.permanent = whole_at_rest and dtypes.rest == dtypes.compute
-        if self.permanent:
-            self.full = self.rest
-        else:
-            self.full = torch.empty(layout.total, dtype=dtypes.compute, device=device)
-        self.own = self.full.view(comm.ranks, -1)[comm.rank]
-        self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
-        self._storage = self.full.untyped_storage()
+        self.full = self.rest if self.permanent else self.rest.new_empty(layout.total, dtype=dtypes.compute)
+        self.resting: list[torch.Tensor] = []
+        self._divide()
         self.full_bytes = self._storage.nbytes()
-        self.resting = [self._resting_view(piece) for piece in layout.pieces]
-        self._addresses = [view.data_ptr() for view in self.resting]
         specs = [spec_of(p) for p in parameters]
         # How tensor parallelism has cut each parameter; empty for a lane that it has left alone.
         self.specs: list[Spec | None] = specs if any(spec is not None for spec in specs) else []
@@ -91,6 +83,15 @@ class Lane:
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.whole: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
         self.gradients: LaneGradients | None = None
+
+    def _divide(self) -> None:
+        """Parts of the flat buffers, except the compute parameters."""
+        if self.permanent or not self.resting:
+            self.own = self.full.view(self.comm.ranks, -1)[self.comm.rank]
+            self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
+            self._storage = self.full.untyped_storage()
+        self.resting = [self._resting_view(piece) for piece in self.layout.pieces]
+        self._addresses = [view.data_ptr() for view in self.resting]
 
     def _resting_view(self, piece: Piece) -> torch.Tensor:
         if self.whole_at_rest:
@@ -124,25 +125,37 @@ class Lane:
         self.own.copy_(self.rest)
         self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, self.unit)
 
-    def take_assigned(self) -> None:
-        """`p.data = value` between passes counts like an edit in place: some optimizers step back so."""
-        if self.whole is not None or self._at_rest:
-            return
-        for parameter, view, address in zip(self.parameters, self.resting, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
-                self._take(parameter, view)
+    @property
+    def assigned(self) -> bool:
+        """Somebody said `p.data = value` since the last gather, and not inside fs.full."""
+        at_rest = self.whole is None and not self._at_rest
+        return at_rest and [p.data_ptr() for p in self.parameters] != self._addresses
 
-    def _take(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
-        value = local_of(parameter).detach()
-        if value.shape != view.shape:
-            piece = self.layout.pieces[[id(p) for p in self.parameters].index(id(parameter))]
-            raise StateError(
-                f"{unit_label(self.unit)}: parameter {piece.name!r} was given a value of shape "
-                f"{tuple(value.shape)}; this rank holds {tuple(view.shape)} of {piece.shape}",
-                "Assign whole values inside fs.full.",
-            )
-        view.copy_(value)
-        parameter.data = view
+    def take_assigned(self) -> None:
+        """`p.data = value` between passes counts like an edit in place: some optimizers step back so.
+
+        Into new memory: `kept = p.data; p.data = average`, and later `p.data = kept`, is how averages are
+        tried out, and what was kept is the memory that was ours.
+        """
+        if not self.assigned:
+            return
+        values = [local_of(p).detach() for p in self.parameters]
+        for value, view, piece in zip(values, self.resting, self.layout.pieces, strict=True):
+            if value.shape != view.shape:
+                has = f"this rank holds {tuple(view.shape)} of"
+                self._refuse_shape(piece, value, has, "Assign whole values inside fs.full.")
+        with torch.inference_mode(False), torch.no_grad():
+            self.rest.data = torch.zeros_like(self.rest)
+            self._divide()
+            for view, value in zip(self.resting, values, strict=True):
+                view.copy_(value)
+            self.show_resting()
+            for computing, view in zip(self.computing if self.permanent else (), self.resting, strict=False):
+                local_of(computing).data = view  # the full value is the resting one
+
+    def _refuse_shape(self, piece: Piece, value: torch.Tensor, has: str, remedy: str) -> None:
+        given = f"parameter {piece.name!r} was given a value of shape {tuple(value.shape)}"
+        raise StateError(f"{unit_label(self.unit)}: {given}; {has} {piece.shape}", remedy)
 
     def wait(self) -> None:
         if self.operation is not None:
@@ -192,17 +205,14 @@ class Lane:
     def take_replaced(self) -> None:
         """`p.data = value` inside fs.full counts like an edit in place."""
         if self.whole is None:
+            self.take_assigned()
             return
         for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
             place, value = piece_view(self.whole, piece), local_of(parameter).detach()
             if value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
                 continue
             if value.shape != place.shape:
-                raise StateError(
-                    f"{unit_label(self.unit)}: parameter {piece.name!r} was given a value of shape "
-                    f"{tuple(value.shape)} inside fs.full; it has {piece.shape}",
-                    "A sharded parameter keeps its shape.",
-                )
+                self._refuse_shape(piece, value, "it has", "A sharded parameter keeps its shape.")
             place.copy_(value)
 
     def close_whole(self, writeback: bool) -> None:

@@ -160,7 +160,7 @@ class StayingFull:
 
         Once a pass of the whole model, and not read back on a GPU: what was found is told when leaving.
         """
-        if self._now() != self._versions:
+        if self._now() != self._versions or any(lane.assigned for lane in self._lanes):
             raise StateError("parameters changed inside fs.inference, where full values are kept", _REMEDY)
         if unit.index == 0:
             for now, before in zip(self._read_marks(), self._marked, strict=True):

@@ -10,10 +10,14 @@ from types import FrameType
 
 def main() -> int:
     """Import the command line and run it; its exit code."""
-    before = signal.signal(signal.SIGINT, _leave)
+    before = signal.getsignal(signal.SIGINT)
+    answers = before is signal.default_int_handler  # a shell's background jobs are told to ignore it
+    if answers:
+        signal.signal(signal.SIGINT, _leave)
     from fullshard.cli import main as run
 
-    signal.signal(signal.SIGINT, before)
+    if answers:
+        signal.signal(signal.SIGINT, before)
     return run()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fullshard import extras
 from fullshard.errors import NotSupported, OptionError
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.seams import replace_method
@@ -20,6 +21,9 @@ _READ = (
 _FOR_TPUS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 # accelerate's words for the same thing, which transformers passes over.
 _OTHER_WORDS = {"offload_params": "cpu_offload", "sharding_strategy": "reshard_after_forward"}
+_TRUE, _FALSE = ("true", "1", "yes", "y", "t", "on"), ("false", "0", "no", "n", "f", "off")
+# What `reshard_after_forward` may say for a strategy; by default it is the first one.
+_SAME = {"full_shard": ("full_shard", "", *_TRUE), "shard_grad_op": ("shard_grad_op", *_FALSE)}
 
 
 def apply(module: ModuleType) -> None:
@@ -57,8 +61,12 @@ def _process_fsdp_args(original: Any) -> Any:
         config = self.fsdp_config
         _refuse_unread(config)
         _refuse_two_strategies(said, config)
-        least = int(config["min_num_params"])
+        least = int(config["min_num_params"] or 0)
         if least > 0 and "auto_wrap_policy" not in config:
+            if config.get("transformer_layer_cls_to_wrap"):
+                raise OptionError(
+                    "fsdp_config has both 'min_num_params' and 'transformer_layer_cls_to_wrap'", "Say one."
+                )
             found |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": least}
         return found
 
@@ -69,7 +77,9 @@ def _refuse_unread(config: dict[str, Any]) -> None:
     for key, value in config.items():
         if key in _READ or (key in _FOR_TPUS and not value):
             continue
-        if key in _OTHER_WORDS and str(value).lower() == "false":
+        if key == "offload_params" and str(value).lower() in _FALSE:
+            continue
+        if key == "sharding_strategy" and _is_in_force(value, config):
             continue
         if key in _FOR_TPUS:
             raise NotSupported(f"fsdp_config with {key!r}, which is for TPUs", "Leave it out.")
@@ -80,14 +90,25 @@ def _refuse_unread(config: dict[str, Any]) -> None:
         )
 
 
+def _is_in_force(sharding_strategy: Any, config: dict[str, Any]) -> bool:
+    """Files made for older versions name the strategy once more, by name or by number from 1."""
+    names = extras.need("accelerate.utils.constants", "hf").FSDP_SHARDING_STRATEGY
+    word = str(sharding_strategy).lower()
+    if word.isdigit() and 0 < int(word) <= len(names):
+        word = names[int(word) - 1].lower()
+    return _agree(word, config)
+
+
+def _agree(strategy: str, config: dict[str, Any]) -> bool:
+    return str(config.get("reshard_after_forward", "")).lower() in _SAME.get(strategy, (strategy,))
+
+
 def _refuse_two_strategies(said: Any, config: dict[str, Any]) -> None:
     """`fsdp="shard_grad_op"` counts only where `fsdp_config` does not say otherwise."""
     words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
-    named = [str(getattr(word, "value", word)).lower() for word in words]
-    chosen = str(config.get("reshard_after_forward", "")).lower()
-    same = {"full_shard": ("full_shard", "true"), "shard_grad_op": ("shard_grad_op", "false")}
-    for word in named:
-        if word not in ("offload", "auto_wrap") and chosen not in same.get(word, (word,)):
+    for word in (str(getattr(word, "value", word)).lower() for word in words):
+        if word not in ("offload", "auto_wrap") and not _agree(word, config):
+            chosen = config.get("reshard_after_forward")
             raise OptionError(
                 f"fsdp is {word!r}, and fsdp_config says that reshard_after_forward is {chosen!r}", "Say one."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from torch import nn
@@ -35,25 +36,27 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
             module.__dict__["_is_fsdp_managed_module"] = True  # ranks go on generating until all are done
         if hasattr(type(module), "num_parameters"):
             module.__dict__["num_parameters"] = functools.partial(_num_parameters, module)
-    if hasattr(type(model), "save_pretrained"):
-        model.__dict__["save_pretrained"] = functools.partial(_save_pretrained, model)
+        if hasattr(type(module), "save_pretrained") and (module is model or not is_adapter(module)):
+            module.__dict__["save_pretrained"] = functools.partial(_save_pretrained, module)
     if is_adapter(model):
         model.__dict__["get_nb_trainable_parameters"] = functools.partial(_peft_counts, model)
         for name in ("merge_and_unload", "merge_adapter"):
             if hasattr(model, name):
                 model.__dict__[name] = functools.partial(_merge, model, name)
+        model.__dict__["add_adapter"] = _refuse_adapter
     _compile(accelerator, model)
     return model
 
 
-def _save_pretrained(model: Any, folder: Any, **said: Any) -> None:
+def _save_pretrained(model: Any, *args: Any, **said: Any) -> None:
     """With `is_main_process` every rank is here, and the one that writes gets the whole state.
 
     Without it one rank may have come alone, and would wait for the others.
     """
     save = type(model).save_pretrained
+    said |= zip(list(inspect.signature(save).parameters)[1:], args, strict=False)
     if said.get("state_dict") is not None or not _rests(model):
-        save(model, folder, **said)
+        save(model, **said)
         return
     if "is_main_process" not in said:
         raise StateError(
@@ -63,7 +66,7 @@ def _save_pretrained(model: Any, folder: Any, **said: Any) -> None:
         )
     with saved_state(model, keep=said["is_main_process"]) as state:
         if said["is_main_process"]:
-            save(model, folder, **(said | {"state_dict": state}))
+            save(model, **(said | {"state_dict": state}))
 
 
 def _rests(model: nn.Module) -> bool:
@@ -84,6 +87,13 @@ def _merge(model: Any, name: str, *args: Any, **said: Any) -> Any:
             "PeftModel.from_pretrained(base, folder).merge_and_unload().",
         )
     return getattr(model.base_model, name)(*args, **said)
+
+
+def _refuse_adapter(*_: Any, **__: Any) -> None:
+    raise NotSupported(
+        "add_adapter on a sharded model: each rank would train the new parameters for itself",
+        "Add all adapters before the model is prepared.",
+    )
 
 
 def _num_parameters(module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -57,6 +57,22 @@ class Rounds:
         return count
 
 
+def skip_together(trainer: Any, module: Any, tell: Callable[[int], list[int]]) -> None:
+    """Lightning skips an evaluation of a rank that has no batch, if it may have none, and others need it."""
+    flag = "allow_zero_length_dataloader_with_multiple_devices"
+    if not any(getattr(holder, flag, False) for holder in (module, trainer.datamodule)):
+        return
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        kind: Any = type(loop)
+        if not hasattr(kind, "_skips_together"):
+
+            def skip(self: Any, own: Any = kind.skip) -> bool:
+                return not any(tell(int(not own.fget(self))))
+
+            loop.__class__ = type(kind.__name__, (kind,), {"skip": property(skip), "_skips_together": True})
+
+
 def _has_length(loader: Any) -> bool:
     try:
         return len(loader) >= 0

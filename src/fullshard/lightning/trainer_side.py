@@ -25,7 +25,7 @@ from fullshard.lightning import checkpoints, finetuning, summary
 from fullshard.lightning.consolidation import read_values
 from fullshard.lightning.passes import in_one_pass, take_part
 from fullshard.lightning.precisions import engine_precision, is_mixed
-from fullshard.lightning.rounds import Rounds
+from fullshard.lightning.rounds import Rounds, skip_together
 from fullshard.lightning.sharding import (
     Place,
     ShardOptions,
@@ -86,6 +86,7 @@ class TrainerSide(_Base):
         self.setup_precision_plugin()
         summary.count_whole(trainer)
         finetuning.tell_parameters_apart(trainer)
+        skip_together(trainer, module, self._tell)
 
     def _refuse_unfit(self, trainer: Any, module: nn.Module) -> None:
         if self._layer_sync is not None:
@@ -159,15 +160,17 @@ class TrainerSide(_Base):
     def _evaluate(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._rounds.together:
             return self._pass(step, args, kwargs)
-        engine.runtime_of(self._module).comm.tell(1)
+        self._tell(1)
         output = self._pass(step, args, kwargs)
         self._leave_together()
         return output
 
+    def _tell(self, number: int) -> list[int]:
+        return engine.runtime_of(self._module).comm.tell(number)
+
     def _leave_together(self) -> None:
-        comm = engine.runtime_of(self._module).comm
         for _ in range(self._rounds.ended()):
-            while any(comm.tell(0)):
+            while any(self._tell(0)):
                 take_part(self._module, 1)
 
     def on_train_start(self) -> None:
@@ -175,7 +178,7 @@ class TrainerSide(_Base):
         super().on_train_start()
         trainer = self._module.trainer
         own = trainer.num_training_batches  # infinite where nobody knows
-        counts = engine.runtime_of(self._module).comm.tell(own if isinstance(own, int) else -1)
+        counts = self._tell(own if isinstance(own, int) else -1)
         if len(set(counts)) > 1 and trainer.max_steps == -1:
             said = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(counts))
             raise RankMismatch(
@@ -198,7 +201,7 @@ class TrainerSide(_Base):
     def _compare_lengths(self) -> None:
         trainer = self._module.trainer
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        self._rounds = Rounds(loop, engine.runtime_of(self._module).comm.tell)
+        self._rounds = Rounds(loop, self._tell)
         if self._rounds.has_none:
             self._leave_together()
 

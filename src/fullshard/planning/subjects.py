@@ -67,7 +67,7 @@ def find(name: str, batch: Batch) -> Subject:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(), object_hook=_plain)
     except (OSError, ValueError) as error:
         raise OptionError(
             f"{str(file)!r} cannot be read: {error}", "Give a config.json as transformers writes it."
@@ -77,6 +77,12 @@ def _read(file: Path) -> dict[str, Any]:
             f"{str(file)!r} names no model_type", "Give a config.json as transformers writes it."
         )
     return config
+
+
+def _plain(said: dict[str, Any]) -> Any:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    value = said.get("__float__")
+    return float(value) if isinstance(value, str) and len(said) == 1 else said
 
 
 def _length(batch: Batch, context: int) -> int:
@@ -103,7 +109,8 @@ def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
 def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
     transformers = need_library("transformers", "hf")
     kind = _config(transformers, config)
-    context = getattr(kind, "max_position_embeddings", None) or 4096
+    said = getattr(kind, "max_position_embeddings", None) or 0
+    context = said if said > 0 else 4096  # XLNet's -1: no limit
     length = _length(batch, context)
 
     def build() -> nn.Module:

@@ -103,6 +103,20 @@ class _Flash(torch.autograd.Function):
         return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
+class _Grouped(torch.autograd.Function):
+    """Rows of each expert times its matrix. Without values torch's own knows bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(len(x), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(saved) if needed else None for saved, needed in pairs)
+
+
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,14 +135,18 @@ class _Direct(torch.autograd.Function):
 
 @contextmanager
 def _kernels(direct: set[int]) -> Iterator[None]:
-    """Attention, dropout and large Linears as they are on a device, for tensors that are nowhere.
+    """Attention, dropout, experts and large Linears as they are on a device, for tensors that are nowhere.
 
     They are exchanged where modules look them up: a TorchFunctionMode is gone when checkpointing computes
     again in backward.
     """
     attention, linear, dropout = F.scaled_dot_product_attention, F.linear, F.dropout
+    grouped = F.grouped_mm
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    def fused(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        if query.shape[-3] != key.shape[-3] and not more.get("enable_gqa"):
+            # Heads that share a key by broadcasting: no fused kernel takes that, and the scores are kept.
+            return attention(query, key, value, *rest, **more)
         return _Flash.apply(query, key, value)  # type: ignore[no-untyped-call, unused-ignore]
 
     def into_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -137,6 +155,11 @@ def _kernels(direct: set[int]) -> Iterator[None]:
     def masked(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
+    def by_expert(x: Tensor, weight: Tensor, **more: Any) -> Any:
+        own = x.dim() != 2 or weight.dim() != 3 or weight.dtype is torch.bfloat16
+        return grouped(x, weight, **more) if own else _Grouped.apply(x, weight)  # type: ignore[no-untyped-call, unused-ignore]
+
+    F.grouped_mm = by_expert  # type: ignore[assignment, unused-ignore]
     F.dropout = masked  # type: ignore[assignment, unused-ignore]
     F.scaled_dot_product_attention = fused  # type: ignore[assignment, unused-ignore]
     F.linear = into_place  # type: ignore[assignment, unused-ignore]
@@ -144,6 +167,7 @@ def _kernels(direct: set[int]) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention, F.linear, F.dropout = attention, linear, dropout
+        F.grouped_mm = grouped
 
 
 def direct_weights(units: Sequence[Unit]) -> list[set[int]]:

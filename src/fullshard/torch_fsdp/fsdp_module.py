@@ -82,20 +82,16 @@ class FSDPModule:
             "Save its state dict: fs.save, torch.distributed.checkpoint, or inside `with fs.full(model):`.",
         )
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Shards take the values over. With `assign` torch's takes their dtype too, which is refused here."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Shards take the values over. With `assign` torch's takes their dtype too, which is refused here.
+
+        Arguments go on as they came: the module's class may have a load_state_dict of its own.
+        """
         module = _mark(self).module
-        if assign:
-            own = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
-            for name, value in state_dict.items():
-                if isinstance(value, torch.Tensor) and value.dtype != own.get(name, value.dtype):
-                    raise NotSupported(
-                        f"load_state_dict(assign=True) of {name!r} in {value.dtype} over {own[name]}",
-                        "Use assign=False, which casts, or give the model that dtype before fully_shard.",
-                    )
-        return self._plain_class.load_state_dict(module, state_dict, strict=strict, assign=False)
+        if kwargs.get("assign", args[1] if len(args) > 1 else False):
+            _refuse_other_dtypes(module, state_dict)
+            args, kwargs = args[:1], {k: v for k, v in kwargs.items() if k != "assign"}
+        return self._plain_class.load_state_dict(module, state_dict, *args, **kwargs)
 
     # ---- full values
 
@@ -227,6 +223,17 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             raise _no("set_allocate_memory_from_process_group_for_comm", "Leave it out.")
+
+
+def _refuse_other_dtypes(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    both = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    own = {name: tensor.dtype for name, tensor in both}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.dtype != own.get(name, value.dtype):
+            raise NotSupported(
+                f"load_state_dict(assign=True) of {name!r} in {value.dtype} over {own[name]}",
+                "Use assign=False, which casts, or give the model that dtype before fully_shard.",
+            )
 
 
 def _no(method: str, remedy: str) -> NotSupported:

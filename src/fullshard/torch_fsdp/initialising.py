@@ -10,6 +10,7 @@ unit is whole at a time. With one seed on all ranks the values are bit for bit t
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -127,16 +128,28 @@ class Window:
 
     def take_over(self) -> None:
         """Where code has put another Parameter, the one that is sharded takes its values and its place."""
-        for parameter, sites in self._sites.items():
-            shown = {id(m._parameters.get(name)): m._parameters.get(name) for m, name in sites}
-            put = next(iter(shown.values()))
-            if len(shown) > 1 or put is None or put is parameter or put.shape != self.whole_shape(parameter):
-                continue  # nothing new, or nothing that fits: the first use says so
-            for module, name in sites:
+        replaced = self._replaced()
+        for parameter, _ in replaced:  # all of them first: a touch looks for replaced ones again
+            for module, name in self._sites[parameter]:
                 module._parameters[name] = parameter
-            with torch.no_grad():
+        for parameter, put in replaced:
+            self.touch(parameter)
+            with torch.no_grad(), self._at_work():
                 parameter.copy_(put)
             parameter.requires_grad_(put.requires_grad)
+
+    def _replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """With what was put there. What does not fit, or ties what was not tied, the first use refuses."""
+        found = []
+        for parameter, sites in self._sites.items():
+            shown = {id(p): p for p in (module._parameters.get(name) for module, name in sites)}
+            put = next(iter(shown.values()))
+            if len(shown) > 1 or put is None or put in self._sites:
+                continue
+            if put.shape == self.whole_shape(parameter):
+                found.append((parameter, put))
+        times = Counter(id(put) for _, put in found)
+        return [(parameter, put) for parameter, put in found if times[id(put)] == 1]
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -145,11 +145,11 @@ class _Waiting:
             return self._plain_class.state_dict(self, *args, **kwargs)  # type: ignore[call-overload]
         return _ready(self).state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of a meta-device module: it gets memory first."""
         if _meta(self):
             _fill(self, None)
-        return _ready(self).load_state_dict(state_dict, strict=strict, assign=assign)
+        return _ready(self).load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return _ready(self)._load_from_state_dict(*args, **kwargs)

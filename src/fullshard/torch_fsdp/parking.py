@@ -91,25 +91,32 @@ def initialise_from_meta(module: nn.Module, given: Callable[[nn.Module], Any]) -
     """Run a `param_init_fn` on one module, to whose own tensors the engine has given memory.
 
     torch shows it a module on meta, and many look for that before they call `to_empty`, which makes new
-    tensors. So it is shown one, and what it made is copied. One that only fills what is there, and so leaves
-    the module on meta, is asked again with the memory itself.
+    tensors. So it is shown one, and what it made is copied. One that fills what is there, and so leaves
+    something on meta, is asked again with the memory itself.
     """
     held = [(kept, name, t) for kept in _kept(module) for name, t in kept.items() if t is not None]
     for kept, name, tensor in held:
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = kept is module._parameters
         kept[name] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    if not _made(module, given, held):
+        _made(module, given, held)
+
+
+def _made(
+    module: nn.Module, given: Callable[[nn.Module], Any], held: list[tuple[dict[str, Any], str, torch.Tensor]]
+) -> bool:
+    """Whether the function left nothing on meta; what it made is copied to where the engine looks."""
     try:
         given(module)
         made = [kept.get(name) for kept, name, _ in held]
     finally:
         for kept, name, tensor in held:
             kept[name] = tensor
-    if any(t is None or t.is_meta for t in made):
-        given(module)
-        return
     for value, (_, _, tensor) in zip(made, held, strict=True):
-        tensor.detach().copy_(value.detach())  # type: ignore[union-attr]
+        if value is not None and not value.is_meta and value is not tensor:
+            tensor.detach().copy_(value.detach())
+    return not any(value is None or value.is_meta for value in made)
 
 
 def _kept(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

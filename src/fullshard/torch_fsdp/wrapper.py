@@ -357,4 +357,4 @@ def _device(said: int | torch.device | str | None) -> torch.device | None:
     device = torch.device("cuda", said) if isinstance(said, int) else torch.device(said)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # there is one, whatever its number

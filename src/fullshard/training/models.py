@@ -116,7 +116,8 @@ def fingerprint(settings: Settings) -> dict[str, str]:
 def _hugging_face(settings: Settings) -> Subject:
     model = _of_config(settings)
     inner = model.config.get_text_config()
-    context = getattr(inner, "max_position_embeddings", None)
+    context = getattr(inner, "max_position_embeddings", None) or 0
+    context = context if context > 0 else None  # XLNet's -1: no limit
     return Subject(model, None, None, int(inner.vocab_size), context, _weights(settings), _count(model))
 
 
