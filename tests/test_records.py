@@ -24,8 +24,6 @@ import pytest
 from fullshard import record_files as module
 from fullshard.records import RING, SETTLED_S, Place, Records
 
-pytestmark = pytest.mark.timeout(30)
-
 PEER = """
 import sys, time, types
 package = sys.modules["fullshard"] = types.ModuleType("fullshard")
