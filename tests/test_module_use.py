@@ -335,15 +335,20 @@ def test_deepcopy_is_an_independent_model_that_trains_alike(strategy: str) -> No
         assert all(found.values()), found
 
 
+def _train_once(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, pieces: list[int]) -> None:
+    """One step on these ranks' batches: a rank's own, or in one process those of all."""
+    for rank in pieces:
+        (loss_of(model, batch(step, rank)) / len(pieces)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _averaged(model: nn.Module, average: nn.Module, pieces: list[int]) -> list[float]:
     """The usual exponential moving average, written by hand, evaluated every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
     for step in range(3):
-        for rank in pieces:
-            (loss_of(model, batch(step, rank)) / len(pieces)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _train_once(model, optimizer, step, pieces)
         with torch.no_grad():
             for averaged, p in zip(average.parameters(), model.parameters(), strict=True):
                 averaged.mul_(0.7).add_(p, alpha=0.3)
@@ -374,10 +379,7 @@ def _tried_out(model: nn.Module, pieces: list[int]) -> list[float]:
     average = [p.data.clone() for p in model.parameters()]
     losses = []
     for step in range(3):
-        for rank in pieces:
-            (loss_of(model, batch(step, rank)) / len(pieces)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _train_once(model, optimizer, step, pieces)
         average = [0.7 * a + 0.3 * p.data for a, p in zip(average, model.parameters(), strict=True)]
         kept = [p.data for p in model.parameters()]
         for p, a in zip(model.parameters(), average, strict=True):

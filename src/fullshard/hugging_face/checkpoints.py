@@ -230,14 +230,15 @@ def _merged_weights(original: Any) -> Any:
             return Path(original(checkpoint_dir, save_path, safe_serialization))
         if folder.resolve() == to.resolve():
             raise CheckpointError(f"{str(to)!r} is the checkpoint itself", "Merge into another folder.")
-        files = extras.need("safetensors.torch", "hf")
-        state = {
-            k: v for f in sorted(folder.glob("model*.safetensors")) for k, v in files.load_file(f).items()
-        }
+        source = open_checkpoint(folder)
+        try:
+            state = {name: source.read_whole(stored) for name, stored in source.model.items()}
+        finally:
+            source.close()
         to.mkdir(parents=True, exist_ok=True)
         target = to / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
         if safe_serialization:
-            files.save_file(state, target, metadata={"format": "pt"})
+            extras.need("safetensors.torch", "hf").save_file(state, target, metadata={"format": "pt"})
         else:
             torch.save(state, target)
         return target

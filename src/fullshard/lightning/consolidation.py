@@ -24,7 +24,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     """
     source = open_checkpoint(place_of(path))
     try:
-        extra = {name: _decode(source, SHARED_FILE, tree) for name, tree in source.manifest.extra.items()}
+        extra = _extra(source)
         groups = extra.pop(GROUPS, [])
         values = values_of(extra, source.folder, weights_only)
         state = values.pop(STATE, None)
@@ -41,8 +41,7 @@ def read_values(path: str | os.PathLike[str], weights_only: bool | None) -> dict
     """Of a Trainer's checkpoint what is not weights and not state of optimizers."""
     source = open_checkpoint(place_of(path))
     try:
-        extra = {name: _decode(source, SHARED_FILE, tree) for name, tree in source.manifest.extra.items()}
-        return values_of(extra, source.folder, weights_only, may_lack=UNUSED)
+        return values_of(_extra(source), source.folder, weights_only, may_lack=UNUSED)
     finally:
         source.close()
 
@@ -63,6 +62,10 @@ def consolidate(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Non
         os.replace(begun, target)  # whole, or not at all
     finally:
         begun.unlink(missing_ok=True)
+
+
+def _extra(source: Checkpoint) -> dict[str, Any]:
+    return {name: _decode(source, SHARED_FILE, tree) for name, tree in source.manifest.extra.items()}
 
 
 def _decode(source: Checkpoint, file: str, tree: Any) -> Any:
