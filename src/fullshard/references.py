@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fullshard.errors import ModelError
 
@@ -112,6 +114,11 @@ def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((value.keywords, key, item) for key, item in value.keywords.items())
     else:
         yield from ((vars(value), key, item) for key, item in list(vars(value).items()))
+
+
+def keep_from_replicate(module: nn.Module) -> None:
+    """torch's `replicate` of a model around leaves this module out; it would send shards about."""
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 def refuse_ddp_around(parameters: Iterable[nn.Parameter]) -> None:

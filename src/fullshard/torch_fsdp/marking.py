@@ -6,16 +6,15 @@ import copy
 import functools
 import inspect
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.references import keep_from_replicate
 from fullshard.runtime import engine_of, is_sharded
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
 from fullshard.torch_fsdp.marks import MARKED, Asked, Mark, mark_of, outermost, own_parameters
@@ -79,8 +78,7 @@ def fully_shard(
         # Hugging Face keeps ranks in step while generating where it sees this.
         each.__dict__["_is_fsdp_managed_module"] = each.__dict__["_fsdp_use_orig_params"] = True
         each.__dict__["_fullshard_begin"] = ready  # fs.full, fs.save and their kin
-        # torch's `replicate` of a model around leaves these modules out; it would send shards about.
-        each.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+        keep_from_replicate(each)
     return module
 
 

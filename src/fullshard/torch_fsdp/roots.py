@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -31,6 +29,7 @@ from fullshard.engine import runtime_of
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.live import LiveUnit
 from fullshard.precision import Precision
+from fullshard.references import keep_from_replicate
 from fullshard.runtime import Runtime, engine_of
 from fullshard.torch_fsdp import strategies
 from fullshard.torch_fsdp.parking import Parked, initialise_from_meta
@@ -78,8 +77,7 @@ class Wrapper(nn.Module):
         self.buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by name
         hook = self._fsdp_wrapped_module.register_forward_pre_hook(_PastTheWrapper(self), prepend=True)
         self._hook_id = hook.id
-        # torch's `replicate` of a model around leaves these modules out; it would send shards about.
-        self.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+        keep_from_replicate(self)
         _waiting.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
