@@ -3,7 +3,7 @@
     make bench-gpu        (or: python bench/gpu.py --rows 124m --engines limit fullshard FSDP2)
 
 Every engine trains the same model on the same tokens over the same described network; see
-`fullshard.simulation`. The limit is the plain bf16 model with no communication at all and AdamW on
+`fullshard.tools.simulation`. The limit is the plain bf16 model with no communication at all and AdamW on
 1/ranks of its parameters: nobody can be faster without computing less.
 
 Memory, messages and host time are measured with one engine alone on the device; then all are built again and
@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as fs
 import report
-from fullshard.simulation import rivals
-from fullshard.simulation.group import Cluster, joined
-from fullshard.simulation.measure import AT_ONCE, Figures, measure, timed
-from fullshard.simulation.models import Subject, Training, blocks_of, subject
-from fullshard.simulation.network import Link, Network, bandwidth
+from fullshard.tools.simulation import rivals
+from fullshard.tools.simulation.group import Cluster, joined
+from fullshard.tools.simulation.measure import AT_ONCE, Figures, measure, timed
+from fullshard.tools.simulation.models import Subject, Training, blocks_of, subject
+from fullshard.tools.simulation.network import Link, Network, bandwidth
 from report import bar_plot, machine, markdown
 
 
@@ -108,7 +108,7 @@ def fullshard(compiled: bool = False, **said: Any) -> Build:
 
 
 def fsdp2(reduce: torch.dtype, best: bool = False, **said: Any) -> Build:
-    """See `fullshard.simulation.rivals`."""
+    """See `fullshard.tools.simulation.rivals`."""
 
     def build(model: nn.Module, what: Subject, batch: Any, cluster: Cluster) -> Step:
         mesh = init_device_mesh(cluster.device.type, (cluster.network.ranks,))

@@ -74,7 +74,8 @@ class Net(nn.Module):
 def sharded(engine: str, model: Net) -> nn.Module:
     if engine == "fullshard":
         import fullshard as fs
-        from fullshard import options, units
+        from fullshard import options
+        from fullshard.plan import units
 
         # A unit a block, as FSDP2 has them, and two gathers each: the cost of a unit is what is measured.
         units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
@@ -169,11 +170,11 @@ def start_without_wire(num_ranks: int) -> None:
     """Rank 0 of a group that sends nothing. What ranks tell each other is made up: all say the same."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fullshard import collectives
+    from fullshard.comm import groups
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    collectives._group = lambda ranks, backend=None: dist.new_group(ranks)  # type: ignore[assignment] # noqa: ARG005
-    comm: Any = collectives.Comm
+    groups._group = lambda ranks, backend=None: dist.new_group(ranks)  # type: ignore[assignment] # noqa: ARG005
+    comm: Any = groups.Comm
     comm.tell_objects = lambda self, value: [value] * self.all_ranks
     comm.tell_many = lambda self, values: torch.tensor([list(values)] * self.all_ranks)
     dist.broadcast_object_list = lambda *_, **__: None

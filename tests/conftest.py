@@ -10,7 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "src"):
+for folder in (HERE / "support", HERE.parent / "src"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -18,7 +18,8 @@ for folder in (HERE, HERE.parent / "src"):
 torch.set_num_threads(1)
 
 # Tests are about blocks as units; their models are so small that all would be merged into one.
-from fullshard import options, units  # noqa: E402 - found by way of the path above
+from fullshard import options  # noqa: E402 - found by way of the path above
+from fullshard.plan import units  # noqa: E402
 
 units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
 

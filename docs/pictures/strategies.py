@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import fullshard as fs
-from fullshard.simulation.models import PRESETS, Decoder
+from fullshard.tools.simulation.models import PRESETS, Decoder
 
 HERE = Path(__file__).resolve().parent
 INK, PAPER = "#334155", "#ffffff"

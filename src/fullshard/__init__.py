@@ -4,11 +4,11 @@ import fullshard as fs
 model = fs.shard(model)
 """
 
+from fullshard.api import accumulate, even_batches, full, inference, plan, shard
 from fullshard.checkpoint.commit import latest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.data import Batches
-from fullshard.engine import accumulate, even_batches, full, inference, plan, shard
 from fullshard.errors import FullshardError
 from fullshard.precision import Precision
 from fullshard.version import VERSION as __version__

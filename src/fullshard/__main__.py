@@ -1,6 +1,6 @@
 """python -m fullshard"""
 
-from fullshard.cli.start import main
+from fullshard.tools.cli.start import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

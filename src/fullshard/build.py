@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import generation, optimizers, surface, tensor_parallel
-from fullshard.collectives import Comm, as_bytes
-from fullshard.copying import duplicate
+from fullshard.comm.groups import Comm, as_bytes
+from fullshard.engine import generation, hooks, optimizers
+from fullshard.engine.lane import Lane, Slots, in_memory_order
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
-from fullshard.live import LiveUnit
-from fullshard.materialize import Materializer
 from fullshard.options import Options
-from fullshard.plan import LanePlan, lanes_of, plan_of
-from fullshard.runtime import Runtime
-from fullshard.shards import Lane, Slots, in_memory_order
-from fullshard.state import attach_state
-from fullshard.units import Member, Unit
+from fullshard.plan import tensor_parallel
+from fullshard.plan.plan import LanePlan, lanes_of, plan_of
+from fullshard.plan.units import Member, Unit
+from fullshard.state.copying import duplicate
+from fullshard.state.materialize import Materializer
+from fullshard.state.optimizer_state import show_state_shards
+from fullshard.state.state_dict import attach_state
 
 Planned = list[tuple[LanePlan, list[Member]]]
 
@@ -50,8 +52,8 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         _fill_rest(model, materializer, comm)
         _move_rest(model, comm.device, undo)
         for buffer in map(tensor_parallel.local_of, model.buffers()):
-            comm.same_beside([buffer])
-            comm.from_first(buffer)
+            comm.broadcast_in_tp_group([buffer])
+            comm.broadcast(buffer)
     except BaseException:
         for step in undo:
             step()
@@ -64,8 +66,9 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime = Runtime(live, comm, options)
     runtime.plan = plan
     runtime.copier = duplicate
+    runtime.adopt_optimizer = show_state_shards
     runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
-    surface.attach(runtime, model)
+    hooks.attach(runtime, model)
     generation.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)
@@ -120,7 +123,7 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
         part = None if member.region is None else member.region.offsets
         digests[member.name, part] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
     first: dict[tuple[str, Any], tuple[int, str]] = {}
-    for rank, theirs in zip(comm.everyone.members, comm.everyone.tell_objects(digests), strict=True):
+    for rank, theirs in zip(comm.world.members, comm.world.all_gather_object(digests), strict=True):
         for key, digest in theirs.items():
             before, same = first.setdefault(key, (rank, digest))
             if digest != same:
@@ -133,14 +136,14 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
 def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options) -> Lane:
     """A lane with the first rank's values in its shard. Only one lane is ever whole here."""
     parameters = [member.parameter for member in members]
-    lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.whole_at_rest)
+    lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated)
     whole = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
     for piece, member in zip(plan.layout.pieces, members, strict=True):
         part = tensor_parallel.part_of(member.parameter.detach(), piece.region)
         whole[piece.start : piece.stop].copy_(in_memory_order(part, piece))
-    comm.same_beside(lane.uncut_views(whole))
-    comm.from_first(whole)
-    lane.rest.copy_(whole if options.whole_at_rest else whole.view(comm.ranks, -1)[comm.rank])
+    comm.broadcast_in_tp_group(lane.uncut_views(whole))
+    comm.broadcast(whole)
+    lane.rest.copy_(whole if options.replicated else whole.view(comm.ranks, -1)[comm.rank])
     return lane
 
 
@@ -148,7 +151,7 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
     slots = Slots(unit.name, unit.modules)
     sites = []
     for lane, (_, members) in zip(lanes, planned, strict=True):
-        for member, computing in zip(members, lane.computing, strict=True):
+        for member, computing in zip(members, lane.compute_parameters, strict=True):
             for module, attribute in member.sites:
                 slots.add(module, (module._parameters, attribute), member.parameter, computing, member.name)
                 sites.append((module, attribute))
@@ -169,7 +172,7 @@ def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materialize
                 undo.append(partial(tensor_parallel.undo_rest, parameter, twin))
             else:
                 undo.append(partial(setattr, parameter, "data", parameter.data))
-        lane.show_resting()
+        lane.show_sharded()
 
 
 def _nest(units: list[LiveUnit]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fullshard.collectives import own_rank, rank_count
+from fullshard.comm.groups import own_rank, rank_count
 from fullshard.errors import CheckpointError, OptionError, StateError
 
 T = TypeVar("T")

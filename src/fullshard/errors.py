@@ -8,7 +8,7 @@ from __future__ import annotations
 _speaker = 0
 
 
-def speak_as(rank: int) -> None:
+def report_errors_as(rank: int) -> None:
     """Messages raised from now on begin with this rank."""
     global _speaker
     _speaker = rank

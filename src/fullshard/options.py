@@ -45,7 +45,7 @@ class Options:
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
 
     @property
-    def whole_at_rest(self) -> bool:
+    def replicated(self) -> bool:
         """Every rank keeps every element, of parameters, gradients and optimizer state."""
         return self.strategy == "replicate"
 
@@ -67,7 +67,7 @@ class Options:
         return SMALL_BYTES if self.keep_full is None else min(SMALL_BYTES, self.keep_full)
 
     @property
-    def piles_up(self) -> bool:
+    def accumulates_locally(self) -> bool:
         """Whole local gradients may wait for the last micro-batch inside fs.accumulate."""
         return self.strategy in ("replicate", "zero1")
 

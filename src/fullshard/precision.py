@@ -13,6 +13,9 @@ import torch
 
 from fullshard.errors import OptionError
 
+BLOCK = 256  # values that share a scale in 8-bit blocks
+ROW_ALIGN_BYTES = 16
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -68,7 +71,7 @@ class LaneDtypes:
 
     @property
     def in_blocks(self) -> bool:
-        """Some of it travels in 8-bit blocks, so intervals are whole blocks."""
+        """Some of it in_flight in 8-bit blocks, so intervals are whole blocks."""
         return self.eight_bit_gather or self.eight_bit_wire
 
     @property
@@ -125,3 +128,11 @@ def lane_dtypes(
     if scattered and wire != torch.int8:
         wire = total
     return LaneDtypes(rest, compute, wire, torch.float32 if wire == torch.int8 else total, gather)
+
+
+def packed_bytes(num_elements: int) -> int:
+    """What a row of so many elements takes on the wire."""
+    if num_elements < 0 or num_elements % BLOCK:
+        raise ValueError(f"a row of {num_elements} elements does not divide into blocks of {BLOCK}")
+    size = num_elements + 4 * (num_elements // BLOCK)
+    return (size + ROW_ALIGN_BYTES - 1) // ROW_ALIGN_BYTES * ROW_ALIGN_BYTES

@@ -14,7 +14,7 @@ def main() -> int:
     answers = before is signal.default_int_handler  # a shell's background jobs are told to ignore it
     if answers:
         signal.signal(signal.SIGINT, _leave)
-    from fullshard.cli import main as run
+    from fullshard.tools.cli import main as run
 
     if answers:
         signal.signal(signal.SIGINT, before)

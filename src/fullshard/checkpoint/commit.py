@@ -20,9 +20,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import files, manifest
+from fullshard.checkpoint import files
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree, unreadable
-from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.format import manifest
+from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.errors import CheckpointError
 
 _log = logging.getLogger("fullshard")

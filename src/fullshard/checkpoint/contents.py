@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import headers
-from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.values import MAX_INLINE_BYTES, Encoder, Tree, dense
-from fullshard.collectives import as_bytes
+from fullshard.checkpoint.format import headers
+from fullshard.checkpoint.format.checksums import checksum
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.values import MAX_INLINE_BYTES, Encoder, Tree, dense
+from fullshard.comm.groups import as_bytes
+from fullshard.engine.gradients import plainly
+from fullshard.engine.lane import Lane, piece_view
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
-from fullshard.gradients import plainly
-from fullshard.layout import Piece
-from fullshard.runtime import Runtime
-from fullshard.shards import Lane, piece_view
-from fullshard.tensor_parallel import uncut
+from fullshard.plan.layout import Piece
+from fullshard.plan.tensor_parallel import uncut
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -138,13 +138,13 @@ def elements_of(site: Site, local: torch.Tensor, dtype: torch.dtype | None = Non
     start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
     if piece.order != tuple(range(len(piece.shape))):
         values = _row_major(site, local)[start:stop].clone()  # the whole goes at once
-    elif lane.whole_at_rest:
+    elif lane.replicated:
         values = local.detach().reshape(-1)[start:stop]
     else:
         first, _ = lane.layout.kept(piece, comm.rank)
         values = local.detach().reshape(-1)[start - first : stop - first]
     begin = 0 if piece.region is None else piece.region.begin
-    tensor = Tensor(site.name, dtype or local.dtype, piece.whole_shape)
+    tensor = Tensor(site.name, dtype or local.dtype, piece.global_shape)
     return Held(tensor, begin + start, begin + stop, values)
 
 
@@ -157,13 +157,13 @@ def _share_of_whole(site: Site, local: torch.Tensor, dtype: torch.dtype | None) 
     assert lane is not None
     spec = lane.specs[site.index]
     assert spec is not None
-    part = local.detach() if lane.whole_at_rest else _part_of_group(site, local)
-    members = lane.comm.everyone.members
+    part = local.detach() if lane.replicated else _part_of_group(site, local)
+    members = lane.comm.world.members
     index, count = members.index(lane.comm.world_rank), prod(spec.shape)
     start, stop = (count * i // len(members) for i in (index, index + 1))
     whole = spec.wrap(part.contiguous()).full_tensor().reshape(-1)
     values = whole[start:stop].clone()  # the whole goes at once
-    return Held(Tensor(site.name, dtype or local.dtype, piece.whole_shape), start, stop, values)
+    return Held(Tensor(site.name, dtype or local.dtype, piece.global_shape), start, stop, values)
 
 
 def _part_of_group(site: Site, local: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _row_major(site: Site, local: torch.Tensor) -> torch.Tensor:
     """
     lane, piece = site.lane, site.piece
     assert lane is not None
-    if lane.whole_at_rest:
+    if lane.replicated:
         return local.detach().contiguous().view(-1)
     whole = torch.zeros(lane.layout.total, dtype=local.dtype, device=local.device)
     own = whole.view(lane.comm.ranks, -1)[lane.comm.rank]
@@ -238,7 +238,7 @@ def _add_whole(
 ) -> None:
     value = uncut(value)
     plain = dense(value).view(-1)
-    mine = plain.numel() if runtime.comm.world_rank == runtime.comm.everyone.members[0] else 0
+    mine = plain.numel() if runtime.comm.world_rank == runtime.comm.world.members[0] else 0
     into.append(Held(Tensor(name, dtype, tuple(value.shape)), 0, mine, plain[:mine]))
     contents.whole[("" if into is contents.model else "optimizer/") + name] = value.detach()
 
@@ -336,7 +336,7 @@ def interval(site: Site) -> list[int]:
     if site.lane is None:
         return [0, site.parameter.numel()]
     part = [0, site.parameter.numel()]
-    if not site.lane.whole_at_rest:
+    if not site.lane.replicated:
         part = list(site.lane.layout.kept(site.piece, site.lane.comm.rank))
     region = site.piece.region
     return part if region is None or not region.is_cut else [*part, *region.offsets, *region.sizes]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint.contents import Held
-from fullshard.layout import round_up
+from fullshard.plan.layout import round_up
 
 _ALIGN_BYTES = 64
 
@@ -28,7 +28,7 @@ class HostCopy:
         """From here on these values are copies, in the dtype that they are stored in."""
         sizes = [round_up((h.stop - h.start) * h.tensor.dtype.itemsize, _ALIGN_BYTES) for h in held]
         devices = {h.values.device for h in held if h.values.device.type == "cuda"}
-        self._make_room(sum(sizes), locked=bool(devices))
+        self._throttle(sum(sizes), locked=bool(devices))
         at = 0
         for h, size in zip(held, sizes, strict=True):
             place = self._buffer[at : at + (h.stop - h.start) * h.tensor.dtype.itemsize].view(h.tensor.dtype)
@@ -37,7 +37,7 @@ class HostCopy:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def _make_room(self, size_bytes: int, locked: bool) -> None:
+    def _throttle(self, size_bytes: int, locked: bool) -> None:
         if self._buffer.numel() >= size_bytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from fullshard.agreements import Council
-from fullshard.checkpoint import commit, contents, files, manifest
-from fullshard.checkpoint.checksums import BLOCK_BYTES, join
+from fullshard.checkpoint import commit, contents, files
 from fullshard.checkpoint.contents import Contents
 from fullshard.checkpoint.files import failed
+from fullshard.checkpoint.format import manifest
+from fullshard.checkpoint.format.checksums import BLOCK_BYTES, join
+from fullshard.checkpoint.format.manifest import Count, FileRecord, Manifest
 from fullshard.checkpoint.host_copy import HostCopy
-from fullshard.checkpoint.manifest import Count, FileRecord, Manifest
 from fullshard.checkpoint.trees import SHARED_FILE, Trees, rank_file
 from fullshard.checkpoint.writing import FilePlan, RankWriter, Written, index_of
+from fullshard.comm.control import ControlGroup
 from fullshard.errors import CheckpointError
 from fullshard.version import VERSION
 
@@ -40,7 +41,7 @@ class Job:
 
     def __init__(
         self,
-        talk: Council,
+        control: ControlGroup,
         target: Path,
         held: Contents,
         values: Trees,
@@ -48,69 +49,71 @@ class Job:
         description: Description,
         options: tuple[int | None, str],
     ) -> None:
-        self._talk, self._target, self._held, self._values = talk, target, held, values
+        self._control, self._target, self._held, self._values = control, target, held, values
         self._plans, self._description = plans, description
         self._keep_last, self._files = options
 
     def copy_to_host(self) -> None:
         """From here on nothing that is written is the model's own memory."""
-        if self._talk.host_copy is None:
-            self._talk.host_copy = HostCopy()
-        self._talk.host_copy.take([*self._held.model, *self._held.optimizer])
+        if self._control.host_copy is None:
+            self._control.host_copy = HostCopy()
+        self._control.host_copy.take([*self._held.model, *self._held.optimizer])
         self._held.whole.clear()
         for tensors in (self._values.shared_tensors, self._values.own_tensors):
             tensors.update({name: value.clone() for name, value in tensors.items()})
 
     def run(self) -> None:
-        talk = self._talk
-        staging = talk.together(self._begin, "beginning a save")
+        control = self._control
+        staging = control.together(self._begin, "beginning a save")
         try:
-            token, folder = talk.from_first(None if staging is None else (staging.token, staging.folder))  # type: ignore[misc]
+            token, folder = control.broadcast_object(
+                None if staging is None else (staging.token, staging.folder)
+            )  # type: ignore[misc]
             shared = self._may_share(folder)
             writer = RankWriter(folder)
-            talk.together(lambda: self._create(writer, shared), "making files")
-            talk.together(lambda: self._write(writer, shared), "writing")
-            everyone = talk.to_first((writer.written, self._values.own))
-            talk.together(lambda: self._finish(staging, everyone, token), "finishing a save")
+            control.together(lambda: self._create(writer, shared), "making files")
+            control.together(lambda: self._write(writer, shared), "writing")
+            everyone = control.gather_object((writer.written, self._values.own))
+            control.together(lambda: self._finish(staging, everyone, token), "finishing a save")
         except BaseException:
             if staging is not None:
                 commit.give_up(staging)
             raise
 
     def _begin(self) -> commit.Staging | None:
-        return commit.begin(self._target) if self._talk.is_first else None
+        return commit.begin(self._target) if self._control.is_first else None
 
     def _may_share(self, folder: Path) -> bool:
         """Whether all ranks may write into one file here: as told, or tried once for each file system."""
-        if self._files != "auto" or self._talk.ranks == 1:
+        if self._files != "auto" or self._control.ranks == 1:
             return self._files != "parts"
-        device = self._talk.together(lambda: _device_of(folder), "looking for the folder")
-        known = self._talk.tell(_can_share.get(device))
+        device = self._control.together(lambda: _device_of(folder), "looking for the folder")
+        known = self._control.all_gather_object(_can_share.get(device))
         if None in known:
             probe = folder / "probe"
-            self._talk.together(lambda: self._make_probe(probe), "making a file")
-            tried = self._talk.together(lambda: _write_probe(probe, self._talk.index), "trying a file")
-            worked = self._talk.tell(tried)
-            whole = self._talk.together(lambda: self._read_probe(probe), "reading a file")
-            _can_share[device] = all(worked) and self._talk.from_first(whole)
-            self._talk.together(lambda: self._remove_probe(probe), "removing a file")
+            self._control.together(lambda: self._make_probe(probe), "making a file")
+            tried = self._control.together(lambda: _write_probe(probe, self._control.index), "trying a file")
+            worked = self._control.all_gather_object(tried)
+            whole = self._control.together(lambda: self._read_probe(probe), "reading a file")
+            _can_share[device] = all(worked) and self._control.broadcast_object(whole)
+            self._control.together(lambda: self._remove_probe(probe), "removing a file")
             return _can_share[device]
         return all(known)
 
     def _make_probe(self, probe: Path) -> None:
-        if self._talk.is_first:
-            files.disk.create(probe, self._talk.ranks)
+        if self._control.is_first:
+            files.disk.create(probe, self._control.ranks)
 
     def _read_probe(self, probe: Path) -> bool:
-        ranks = self._talk.ranks
-        return self._talk.is_first and probe.read_bytes() == bytes(r % 251 + 1 for r in range(ranks))
+        ranks = self._control.ranks
+        return self._control.is_first and probe.read_bytes() == bytes(r % 251 + 1 for r in range(ranks))
 
     def _remove_probe(self, probe: Path) -> None:
-        if self._talk.is_first:
+        if self._control.is_first:
             files.disk.remove(probe)
 
     def _create(self, writer: RankWriter, shared: bool) -> None:
-        if self._talk.is_first and shared:
+        if self._control.is_first and shared:
             writer.create(plan for plans in self._plans.values() for plan in plans)
 
     def _write(self, writer: RankWriter, shared: bool) -> None:
@@ -119,9 +122,9 @@ class Job:
             for kind, held in kinds.items():
                 writer.write_shared(self._plans.get(kind, ()), held, kind)
         else:
-            writer.write_parts(f"part-{self._talk.index:05}.safetensors", kinds)
-        writer.write_whole(rank_file(self._talk.index), self._values.own_tensors)
-        if self._talk.is_first:
+            writer.write_parts(f"part-{self._control.index:05}.safetensors", kinds)
+        writer.write_whole(rank_file(self._control.index), self._values.own_tensors)
+        if self._control.is_first:
             writer.write_whole(SHARED_FILE, self._values.shared_tensors)
             for name, data in self._description.small_files.items():
                 writer.write_small(name, data)

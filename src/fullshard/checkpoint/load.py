@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.agreements import Council, council
-from fullshard.checkpoint import contents, dcp, hugging_face
+from fullshard.checkpoint import contents, dcp
 from fullshard.checkpoint.background import finish_earlier
 from fullshard.checkpoint.commit import find, is_checkpoint
+from fullshard.checkpoint.hugging_face import folders
 from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.optimizer_state import OptimizerLoad
 from fullshard.checkpoint.reading import Foreign
 from fullshard.checkpoint.resume import Resume
 from fullshard.checkpoint.save import agreed, check_model
 from fullshard.checkpoint.targets import Work, plan_model
-from fullshard.engine import model_of, runtime_of
+from fullshard.comm.control import ControlGroup, control_group
+from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
-from fullshard.optimizers import show_whole_shapes
-from fullshard.runtime import Runtime
+from fullshard.state.optimizer_state import show_state_shards
 
 
 class Loaded(dict[str, Any]):
@@ -54,42 +54,44 @@ def load(
     """
     model = model_of(model)
     runtime = runtime_of(model)
-    runtime.comm.meet("load")
-    talk = council(runtime.comm)
-    talk.together(finish_earlier, "finishing the save before this load")
-    talk.together(lambda: check_model(runtime, model, optimizer, "load"), "checking what to load")
-    source = talk.together(lambda: _open(Path(path), optimizer is not None), "opening a checkpoint")
+    runtime.comm.barrier("load")
+    control = control_group(runtime.comm)
+    control.together(finish_earlier, "finishing the save before this load")
+    control.together(lambda: check_model(runtime, model, optimizer, "load"), "checking what to load")
+    source = control.together(lambda: _open(Path(path), optimizer is not None), "opening a checkpoint")
     try:
         foreign = isinstance(source, Foreign)
         asked = {"strict": strict, "optimizer": type(optimizer).__name__, "format": type(source).__name__}
-        agreed(talk.tell(asked | {"path": os.path.abspath(path) if foreign else None}), "load")
+        agreed(
+            control.all_gather_object(asked | {"path": os.path.abspath(path) if foreign else None}), "load"
+        )
         if isinstance(source, Foreign):
-            return _load_foreign(talk, source, runtime, model, optimizer, strict)
-        return _load(talk, source, runtime, model, optimizer, strict)
+            return _load_foreign(control, source, runtime, model, optimizer, strict)
+        return _load(control, source, runtime, model, optimizer, strict)
     finally:
         source.close()
 
 
 def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:
     if not is_checkpoint(find(path)):
-        for here, opens in ((dcp.is_dcp, dcp.open_dcp), (hugging_face.is_model, hugging_face.open_model)):
+        for here, opens in ((dcp.is_dcp, dcp.open_dcp), (folders.is_model, folders.open_model)):
             if here(path):
                 return opens(path)
     return open_checkpoint(path, optimizer)
 
 
 def _load(
-    talk: Council,
+    control: ControlGroup,
     source: Checkpoint,
     runtime: Runtime,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Loaded:
-    if len(set(talk.tell(source.manifest.id))) > 1:
+    if len(set(control.all_gather_object(source.manifest.id))) > 1:
         raise RankMismatch(f"ranks opened different checkpoints at {str(source.folder)!r}", "Load one path.")
-    resume = Resume(source, runtime, talk)
-    state = talk.together(lambda: _state(resume, optimizer, model), "looking at the optimizer")
+    resume = Resume(source, runtime, control)
+    state = control.together(lambda: _state(resume, optimizer, model), "looking at the optimizer")
     work = Work()
 
     def plan() -> None:
@@ -100,24 +102,24 @@ def _load(
         source.blocks.verify()
         resume.read(model)
 
-    talk.together(plan, "checking a checkpoint")
-    apply(talk, work)
+    control.together(plan, "checking a checkpoint")
+    apply(control, work)
     if state is not None and optimizer is not None:
         state.apply()
-        show_whole_shapes(optimizer)
-    talk.together(lambda: resume.apply(work, optimizer is not None), "loading")
-    return _said(talk, Loaded(resume.extra), work.notes)
+        show_state_shards(optimizer)
+    control.together(lambda: resume.apply(work, optimizer is not None), "loading")
+    return _said(control, Loaded(resume.extra), work.notes)
 
 
 def _load_foreign(
-    talk: Council,
+    control: ControlGroup,
     source: Foreign,
     runtime: Runtime,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Loaded:
-    if len(set(talk.tell(source.fingerprint()))) > 1:
+    if len(set(control.all_gather_object(source.fingerprint()))) > 1:
         raise RankMismatch(
             f"ranks see different tensors at {str(source.folder)!r}",
             "Give every host a copy of the same files.",
@@ -135,19 +137,19 @@ def _load_foreign(
         source.blocks.verify()
         return state, extra
 
-    state, extra = talk.together(plan, "checking a checkpoint")
-    apply(talk, work)
+    state, extra = control.together(plan, "checking a checkpoint")
+    apply(control, work)
     if state is not None and optimizer is not None:
         state.apply()
-        show_whole_shapes(optimizer)
-    return _said(talk, Loaded(extra), work.notes)
+        show_state_shards(optimizer)
+    return _said(control, Loaded(extra), work.notes)
 
 
 def _state(resume: Resume, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> OptimizerLoad | None:
     return None if optimizer is None else OptimizerLoad(resume, optimizer, model)
 
 
-def apply(talk: Council, work: Work) -> None:
+def apply(control: ControlGroup, work: Work) -> None:
     """Everything was checked: now tensors change."""
 
     def change() -> None:
@@ -161,11 +163,11 @@ def apply(talk: Council, work: Work) -> None:
                 "Load another checkpoint before you go on, and have the disk looked at.",
             ) from error
 
-    talk.together(change, "loading")
+    control.together(change, "loading")
 
 
-def _said(talk: Council, loaded: Loaded, notes: list[str]) -> Loaded:
+def _said(control: ControlGroup, loaded: Loaded, notes: list[str]) -> Loaded:
     loaded.notes = tuple(notes)
-    if notes and talk.is_first:
+    if notes and control.is_first:
         warnings.warn("; ".join(notes), stacklevel=4)
     return loaded

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.manifest import Count, Manifest, Part
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.manifest import Count, Manifest, Part
 from fullshard.checkpoint.reading import Blocks, Source, Span, Stored, add_once, whole_tensors
 from fullshard.errors import CheckpointError
 

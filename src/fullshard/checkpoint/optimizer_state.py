@@ -115,7 +115,7 @@ class OptimizerLoad:
         if stored is None:
             raise CheckpointError(f"optimizer state {name!r} is not in the files", _DAMAGED)
         whole = kind == "scalar"
-        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
+        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.global_shape
         if whole:
             shape = (1,) * min(len(stored.tensor.shape), 8)  # one number; some keep it in a tensor with dims
         check_shape(self._resume.source, stored, shape, name)

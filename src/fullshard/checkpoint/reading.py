@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.checkpoint import headers
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.files import unreadable
-from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.manifest import FileRecord
-from fullshard.collectives import as_bytes
+from fullshard.checkpoint.format import headers
+from fullshard.checkpoint.format.checksums import checksum
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.manifest import FileRecord
+from fullshard.comm.groups import as_bytes
 from fullshard.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20  # read at once

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.agreements import Council
 from fullshard.checkpoint import contents, random_state
-from fullshard.checkpoint.manifest import NAME
+from fullshard.checkpoint.format.manifest import NAME
+from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.opening import Checkpoint
 from fullshard.checkpoint.reading import Stored
 from fullshard.checkpoint.targets import Work, copy, listed
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
-from fullshard.checkpoint.values import decode
+from fullshard.comm.control import ControlGroup
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
-from fullshard.runtime import Runtime
 
 FIRST_FILE = rank_file(0)
 _DAMAGED = "The checkpoint is damaged; use another one."
@@ -34,11 +34,11 @@ def fitting(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
 class Resume:
     """Reads a checkpoint's values for this rank; applies them when everything was checked."""
 
-    def __init__(self, source: Checkpoint, runtime: Runtime, talk: Council) -> None:
+    def __init__(self, source: Checkpoint, runtime: Runtime, control: ControlGroup) -> None:
         self.source, self.runtime, self.manifest = source, runtime, source.manifest
-        self.same_ranks = len(self.manifest.ranks) == talk.ranks
-        self._own: Mapping[str, Any] = self.manifest.ranks[talk.index] if self.same_ranks else {}
-        self.own_file = rank_file(talk.index)
+        self.same_ranks = len(self.manifest.ranks) == control.ranks
+        self._own: Mapping[str, Any] = self.manifest.ranks[control.index] if self.same_ranks else {}
+        self.own_file = rank_file(control.index)
         self._large: dict[tuple[str, str], Stored] = {}
         self._whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._modules: list[tuple[nn.Module, Any]] = []

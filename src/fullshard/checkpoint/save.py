@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.agreements import Council, council
 from fullshard.checkpoint import contents, random_state, trees
 from fullshard.checkpoint.background import Saving, finish_earlier
 from fullshard.checkpoint.contents import Contents
-from fullshard.checkpoint.headers import Tensor
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.job import Description, Job
 from fullshard.checkpoint.trees import Trees
-from fullshard.checkpoint.values import Encoder
 from fullshard.checkpoint.writing import FilePlan, plan_files
-from fullshard.engine import model_of, runtime_of
+from fullshard.comm.control import ControlGroup, control_group
+from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import OptionError, RankMismatch, StateError
-from fullshard.runtime import Runtime
 
 FILES = ("auto", "shared", "parts")
 
@@ -63,23 +62,23 @@ def save(
     model = model_of(model)
     runtime = runtime_of(model)
     comm = runtime.comm
-    comm.meet("save")
-    talk = council(comm)
+    comm.barrier("save")
+    control = control_group(comm)
     asked = {"keep_last": keep_last, "dtype": dtype, "files": files, "background": bool(background)}
     asked["frozen"] = bool(frozen)
     # What ranks must agree on before the loop may go on costs time in every save: two rounds, no more.
-    encoded, said = talk.share(
+    encoded, said = control.share(
         lambda: _look(runtime, model, optimizer, extra, asked | {"path": path}), "checking what to save"
     )
     agreed([each.asked for each in said], "save")
-    (held, description), sums = talk.share(
+    (held, description), sums = control.share(
         lambda: _take(runtime, model, optimizer, (dtype, frozen)), "looking at what to save"
     )
     values = trees.sort_out(encoded, [each.extra for each in said])
-    _own_values(runtime, held, values, sums[talk.index].whole.items() - sums[0].whole.items())
-    plans = _agreed_plans(talk, held, [each.tensors for each in sums])
+    _own_values(runtime, held, values, sums[control.index].whole.items() - sums[0].whole.items())
+    plans = _agreed_plans(control, held, [each.tensors for each in sums])
     target = Path(said[0].asked["path"])
-    job = Job(talk, target, held, values, plans, description, (keep_last, files))
+    job = Job(control, target, held, values, plans, description, (keep_last, files))
     if background:
         job.copy_to_host()
     return Saving(target, job.run, background)
@@ -123,7 +122,7 @@ def check_model(runtime: Runtime, model: nn.Module, optimizer: Any, verb: str) -
             f"fs.{verb} got {type(model).__name__}, a part of a sharded model",
             "Give the model that fs.shard returned.",
         )
-    if any(unit.whole for unit in runtime.units) or runtime.gathering.forward is not None:
+    if any(unit.is_unsharded for unit in runtime.units) or runtime.gathering.forward is not None:
         raise StateError(f"fs.{verb} inside fs.full or a forward", "Call it between steps.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer is a {type(optimizer).__name__}", "Give a torch optimizer, or None.")
@@ -185,23 +184,23 @@ def _own_values(runtime: Runtime, held: Contents, values: Trees, differing: set[
     values.add_own("random", Encoder().encode(random_state.take(runtime.comm.device), "random"))
 
 
-def _agreed_plans(talk: Council, held: Contents, sums: list[str]) -> dict[str, list[FilePlan]]:
+def _agreed_plans(control: ControlGroup, held: Contents, sums: list[str]) -> dict[str, list[FilePlan]]:
     """The files, which every rank must see alike."""
     names = _tensors(held)
-    for rank, theirs in enumerate(talk.tell(names) if len(set(sums)) > 1 else ()):
+    for rank, theirs in enumerate(control.all_gather_object(names) if len(set(sums)) > 1 else ()):
         for kind in names:
             if theirs[kind] != names[kind]:
                 mine, other = set(names[kind]), set(theirs[kind])
                 odd = sorted(t.name for t in mine ^ other) or ["their order"]
                 raise RankMismatch(
-                    f"rank {rank} holds other tensors for the {kind} than rank {talk.index}: {odd[:4]}",
+                    f"rank {rank} holds other tensors for the {kind} than rank {control.index}: {odd[:4]}",
                     "Give every rank the same model and optimizer, after the same steps.",
                 )
     return {kind: plan_files(kind, tensors) for kind, tensors in names.items() if tensors}
 
 
 def _describe(runtime: Runtime, model: nn.Module, dtype: torch.dtype | None, frozen: bool) -> Description:
-    layout = {"ranks": len(runtime.comm.everyone.members), "strategy": runtime.options.strategy}
+    layout = {"ranks": len(runtime.comm.world.members), "strategy": runtime.options.strategy}
     # A part of a model is not one: with a config, from_pretrained would fill in the rest at random.
     return Description(layout, model_files(model, dtype) if frozen else {})
 

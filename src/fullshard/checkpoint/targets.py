@@ -17,9 +17,9 @@ from torch.autograd.graph import increment_version
 from fullshard.checkpoint import contents
 from fullshard.checkpoint.contents import Site
 from fullshard.checkpoint.reading import Foreign, Source, Stored
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
-from fullshard.runtime import Runtime
-from fullshard.tensor_parallel import put
+from fullshard.plan.tensor_parallel import put
 
 _OTHER = "Load a checkpoint of this very model; strict=False loads what fits and says what does not."
 Get = Callable[[], torch.Tensor]
@@ -44,7 +44,7 @@ def plan_model(
     missing: list[str] = []
     targets: list[tuple[str, tuple[int, ...], Callable[[Stored], None]]] = []
     for site in contents.sites(runtime, model):
-        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
+        shape = tuple(site.parameter.shape) if site.lane is None else site.piece.global_shape
         get = partial(_itself, site.parameter)
         targets.append((site.name, shape, reader(work, source, site, site.parameter.dtype, get)))
     for name, buffer in contents.buffers(model).items():
@@ -126,7 +126,7 @@ def reader(work: Work, source: Source, site: Site, dtype: torch.dtype, get: Get)
     if site.lane is None:
         return whole_reader(work, source, dtype, get)
     lane, piece = site.lane, site.piece
-    start, stop = (0, piece.num_elements) if lane.whole_at_rest else lane.layout.kept(piece, lane.comm.rank)
+    start, stop = (0, piece.num_elements) if lane.replicated else lane.layout.kept(piece, lane.comm.rank)
 
     def want(stored: Stored) -> None:
         _check_cast(work, stored, dtype)
@@ -152,12 +152,12 @@ def _want_reordered(work: Work, source: Source, site: Site, get: Get, stored: St
     parallelism has cut: read rows, take what is ours."""
     assert site.lane is not None
     lane, piece = site.lane, site.piece
-    start, stop = (0, piece.num_elements) if lane.whole_at_rest else lane.layout.kept(piece, lane.comm.rank)
+    start, stop = (0, piece.num_elements) if lane.replicated else lane.layout.kept(piece, lane.comm.rank)
     row = prod(piece.shape[1:])
     first, last = 0, piece.shape[0]
     if piece.order[0] == 0 and row:
         first, last = start // row, -(-stop // row)
-    whole, region = piece.whole_shape, piece.region
+    whole, region = piece.global_shape, piece.region
     above, long = (0 if region is None else region.offsets[0]), prod(whole[1:])
     begin, end = (above + first) * long, (above + last) * long
     source.want(stored, begin, end)
@@ -170,7 +170,7 @@ def _want_reordered(work: Work, source: Source, site: Site, get: Get, stored: St
             if region is not None:
                 shaped = shaped.narrow(dim, region.offsets[dim], region.sizes[dim])
         flat = shaped.permute(piece.order).reshape(-1)[start - first * row : stop - first * row]
-        if lane.whole_at_rest:
+        if lane.replicated:
             get().detach().copy_(shaped)
         else:
             get().detach().view(-1).copy_(flat)

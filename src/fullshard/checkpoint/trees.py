@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.values import Encoder, Tree
+from fullshard.checkpoint.format.values import Encoder, Tree
 from fullshard.errors import CheckpointError
 
 SHARED_FILE = "extra.safetensors"

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fullshard.checkpoint import files, headers
-from fullshard.checkpoint.checksums import BLOCK_BYTES, Pieces, Tally
+from fullshard.checkpoint import files
 from fullshard.checkpoint.contents import Held
 from fullshard.checkpoint.files import OpenFile, failed
-from fullshard.checkpoint.headers import Tensor
-from fullshard.checkpoint.manifest import NAME, Part
-from fullshard.collectives import as_bytes
+from fullshard.checkpoint.format import headers
+from fullshard.checkpoint.format.checksums import BLOCK_BYTES, Pieces, Tally
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.manifest import NAME, Part
+from fullshard.comm.groups import as_bytes
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file; a larger tensor has a file for itself
 _STAGED_BYTES = 32 * 2**20  # copied from a device at once

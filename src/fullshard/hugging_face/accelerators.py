@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from fullshard import extras
-from fullshard.engine import accumulate
+from fullshard.api import accumulate
+from fullshard.engine.runtime import is_sharded
+from fullshard.environment import launch
 from fullshard.errors import MissingExtra, NotSupported, OptionError
 from fullshard.hugging_face import asked, checkpoints
 from fullshard.hugging_face.preparing import engaged, shard_model
 from fullshard.hugging_face.seams import replace_function, replace_method
 from fullshard.hugging_face.whole_state import whole_state
-from fullshard.runtime import is_sharded
-from fullshard.world import launch
 
 _AS_VERSION_1 = "_fullshard_as_version_1"
 _NO_DEVICE = "There are currently no available devices"

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fullshard import extras
 from fullshard.errors import NotSupported, OptionError
 from fullshard.hugging_face import own_options
+from fullshard.plan.units import has_forward
 from fullshard.precision import Precision
-from fullshard.units import has_forward
 
 GIVEN = "_fullshard_given"  # on a plugin: what the user said, before it filled in the rest
 POLICY_FILLED_IN = "_fullshard_policy_filled_in"  # on a plugin: the policy that accelerate made, if any

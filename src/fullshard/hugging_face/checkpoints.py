@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 from fullshard import extras
-from fullshard.checkpoint import dcp, hugging_face
+from fullshard.checkpoint import dcp
 from fullshard.checkpoint.commit import find, is_checkpoint
 from fullshard.checkpoint.contents import canonical
+from fullshard.checkpoint.hugging_face import folders
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.opening import open_checkpoint
 from fullshard.checkpoint.save import save
-from fullshard.engine import runtime_of
+from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import CheckpointError, NotSupported
 from fullshard.hugging_face.preparing import torch_optimizer, trains
 from fullshard.hugging_face.whole_state import is_adapter
-from fullshard.runtime import is_sharded
 
 MODEL_FOLDER = "pytorch_model_fsdp"
 _OPTIMIZER_FOLDER = "optimizer"
@@ -85,7 +85,7 @@ def load_model(
         load(folder, model)
     elif file.is_file():
         model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    elif hugging_face.is_model(top):
+    elif folders.is_model(top):
         load(top, model)
     else:
         raise CheckpointError(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fullshard import extras
+from fullshard.environment import launch
 from fullshard.errors import NotSupported, OptionError
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.seams import replace_method
-from fullshard.world import launch
 
 _READ = (
     *("version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "state_dict_type"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from fullshard.engine import shard
+from fullshard.api import shard
 from fullshard.errors import OptionError
 
 _KNOWN = tuple(name for name in inspect.signature(shard).parameters if name != "model")

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.agreements import end_groups_at_exit
-from fullshard.engine import runtime_of, shard
+from fullshard.api import shard
+from fullshard.comm.control import end_groups_at_exit
+from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.hugging_face import asked
 from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
-from fullshard.runtime import is_sharded
-from fullshard.state import StateShard
+from fullshard.state.state_dict import StateShard
 
 
 def engaged(accelerator: Any) -> bool:

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fullshard.engine.runtime import is_sharded
 from fullshard.hugging_face import checkpoints
 from fullshard.hugging_face.accelerators import tried
 from fullshard.hugging_face.preparing import engaged
 from fullshard.hugging_face.seams import replace_function, replace_method
 from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
-from fullshard.runtime import is_sharded
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the name of a Trainer's checkpoint
 _STATE = "trainer_state.json"  # the last thing that Trainer writes into one

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine import full, runtime_of
-from fullshard.state import StateShard
+from fullshard.api import full
+from fullshard.engine.runtime import runtime_of
+from fullshard.state.state_dict import StateShard
 
 
 def is_adapter(model: nn.Module) -> bool:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.agreements import Council, council
-from fullshard.checkpoint import commit, files, manifest
+from fullshard.checkpoint import commit, files
+from fullshard.checkpoint.format import manifest
+from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.values import Encoder
-from fullshard.engine import runtime_of
+from fullshard.comm.control import ControlGroup, control_group
+from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, FullshardError, NotSupported
-from fullshard.optimizers import show_whole_shapes
+from fullshard.state.optimizer_state import show_state_shards
 
 VALUES = "lightning"  # the name among fs.save's extra values
 ODD = "lightning, pickled"
@@ -34,11 +35,11 @@ UNUSED = ("hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "da
 STATE = "fabric state"  # which of the names given to fabric.save were the model and its optimizers
 
 
-def talk_of(module: nn.Module, phase: str) -> Council:
+def talk_of(module: nn.Module, phase: str) -> ControlGroup:
     """All ranks, if all of them come: a save or load under `if rank == 0` is an error here, not a hang."""
     comm = runtime_of(module).comm
-    comm.meet(phase)
-    return council(comm)
+    comm.barrier(phase)
+    return control_group(comm)
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
@@ -54,13 +55,13 @@ def save_all(
     values: Mapping[str, Any],
 ) -> None:
     """Write a checkpoint on all ranks together. As in Lightning, the first rank's path and values count."""
-    talk = talk_of(module, "save")
+    control = talk_of(module, "save")
 
     def encode() -> tuple[Path, dict[str, Any], dict[str, bytes]]:
-        plain, odd = _sorted(values) if talk.is_first else ({}, {})
+        plain, odd = _sorted(values) if control.is_first else ({}, {})
         return place_of(path), plain, odd
 
-    place, plain, odd = talk.from_first(talk.together(encode, "reading Lightning's values"))
+    place, plain, odd = control.broadcast_object(control.together(encode, "reading Lightning's values"))
     extra: dict[str, Any] = {VALUES: plain, GROUPS: [len(o.param_groups) for o in optimizers]}
     save(place, module, together(optimizers), extra=extra | ({ODD: odd} if odd else {}))
 
@@ -89,13 +90,13 @@ def load_all(
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint on all ranks together, and return Lightning's values."""
-    talk = talk_of(module, "load")
-    place = talk.from_first(place_of(path))
+    control = talk_of(module, "load")
+    place = control.broadcast_object(place_of(path))
     several = together(optimizers)
     extra = load(place, module, several, strict=strict)
     hand_back(several, optimizers)
     read = partial(values_of, extra, place, weights_only, may_lack=UNUSED)
-    return talk.together(read, "reading Lightning's values")
+    return control.together(read, "reading Lightning's values")
 
 
 def values_of(
@@ -128,7 +129,7 @@ def not_plain(name: str, where: str) -> CheckpointError:
 
 def load_plain(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """`load_state_dict` of whole values, as a plain checkpoint holds them: each rank keeps its elements."""
-    show_whole_shapes(optimizer)
+    show_state_shards(optimizer)
     optimizer.load_state_dict(saved)
 
 

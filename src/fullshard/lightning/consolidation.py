@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
-from fullshard.checkpoint.values import decode
 from fullshard.errors import CheckpointError
 from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, place_of, values_of
 

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
-from fullshard import engine, world
-from fullshard.agreements import council
+from fullshard import api, environment
 from fullshard.checkpoint.load import load
+from fullshard.comm.control import control_group
+from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import CheckpointError, NotSupported
 from fullshard.lightning import checkpoints
 from fullshard.lightning.precisions import engine_precision
-from fullshard.lightning.sharding import (
-    Place,
-    ShardOptions,
-    refuse_checkpoint_io,
-    shard_module,
-    split,
-)
-from fullshard.runtime import is_sharded
+from fullshard.lightning.sharding import Place, ShardOptions, refuse_checkpoint_io, shard_module, split
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -46,7 +40,7 @@ class SyncControl:
     """`fabric.no_backward_sync(model)` is fs.accumulate."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        return engine.accumulate(inner(module)) if enabled else nullcontext()
+        return api.accumulate(inner(module)) if enabled else nullcontext()
 
 
 def inner(module: Any) -> Any:
@@ -66,7 +60,7 @@ class FabricSide(_Base):
 
     def setup_module(self, module: nn.Module) -> Any:
         refuse_checkpoint_io(self._checkpoint_io)
-        world.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        environment.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         precision = engine_precision(self.precision, self._ours.get("precision"))
         shard_module(module, self._ours, precision, Place(self.root_device, self.world_size))
         return Root(module)
@@ -129,8 +123,8 @@ class FabricSide(_Base):
                 "Give a dict with the model in it; fullshard.lightning.read_checkpoint reads it whole.",
             )
         name, module, optimizers = _parts(state)
-        talk = checkpoints.talk_of(module, "load")
-        if talk.from_first(Path(path).is_file()):
+        control = checkpoints.talk_of(module, "load")
+        if control.broadcast_object(Path(path).is_file()):
             values = self._load_plain_file(path, state, strict, weights_only)
         else:
             held = list(optimizers.values())
@@ -147,19 +141,19 @@ class FabricSide(_Base):
         return values
 
     def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
-        talk = checkpoints.talk_of(module, "load")
-        if not talk.from_first(Path(path).is_file()) or Path(path).suffix == ".safetensors":
+        control = checkpoints.talk_of(module, "load")
+        if not control.broadcast_object(Path(path).is_file()) or Path(path).suffix == ".safetensors":
             load(path, module, strict=strict)
             return
-        read = talk.together(lambda: self._read(path, weights_only), "reading a checkpoint")
+        read = control.together(lambda: self._read(path, weights_only), "reading a checkpoint")
         module.load_state_dict(read, strict=strict)
 
     def _load_plain_file(
         self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         name, module, optimizers = _parts(state)
-        talk = council(engine.runtime_of(module).comm)
-        values = talk.together(lambda: self._read(path, weights_only), "reading a checkpoint")
+        control = control_group(runtime_of(module).comm)
+        values = control.together(lambda: self._read(path, weights_only), "reading a checkpoint")
         _check_names(state, set(values), strict, path)
         module.load_state_dict(values.pop(name), strict=strict)
         for key, optimizer in optimizers.items():

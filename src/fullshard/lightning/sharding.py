@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard import engine
+from fullshard import api
 from fullshard import options as _options
-from fullshard.agreements import end_groups_at_exit
+from fullshard.comm.control import end_groups_at_exit
+from fullshard.engine.runtime import engine_of, is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.plan.units import find_units, has_forward
 from fullshard.precision import Precision
-from fullshard.runtime import engine_of, is_sharded
-from fullshard.units import find_units, has_forward
 
 
 class ShardOptions(TypedDict, total=False):
@@ -113,7 +113,7 @@ def shard_module(module: nn.Module, ours: dict[str, Any], precision: Precision, 
         options["mesh"] = _mesh(inside, place)
     if options.get("units") is None and not getattr(module, "automatic_optimization", True):
         options["units"] = _called_alone(module, options, precision)
-    engine.shard(module, precision=precision, device=place.device, **options)
+    api.shard(module, precision=precision, device=place.device, **options)
     end_groups_at_exit()
 
 

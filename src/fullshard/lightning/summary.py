@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.checkpoint import contents
-from fullshard.engine import runtime_of
-from fullshard.runtime import is_sharded
+from fullshard.engine.runtime import is_sharded, runtime_of
 
 
 def count_whole(trainer: Any) -> None:

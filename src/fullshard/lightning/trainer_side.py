@@ -19,22 +19,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
-from fullshard import engine, world
+from fullshard import api, environment
+from fullshard.engine.runtime import is_sharded, runtime_of
+from fullshard.engine.tensors import cast_floats
 from fullshard.errors import NotSupported, RankMismatch, StateError
 from fullshard.lightning import checkpoints, finetuning, summary
 from fullshard.lightning.consolidation import read_values
 from fullshard.lightning.passes import in_one_pass, take_part
 from fullshard.lightning.precisions import engine_precision, is_mixed
 from fullshard.lightning.rounds import Rounds, skip_together
-from fullshard.lightning.sharding import (
-    Place,
-    ShardOptions,
-    refuse_checkpoint_io,
-    shard_module,
-    split,
-)
-from fullshard.runtime import is_sharded
-from fullshard.tensors import cast_floats
+from fullshard.lightning.sharding import Place, ShardOptions, refuse_checkpoint_io, shard_module, split
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -127,7 +121,7 @@ class TrainerSide(_Base):
             self._tell_world()  # Lightning forgets the number of ranks; the module is still sharded over them
 
     def _tell_world(self) -> None:
-        world.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        environment.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
 
     @property
     def _module(self) -> Any:
@@ -152,7 +146,7 @@ class TrainerSide(_Base):
         return self._evaluate(super().predict_step, args, kwargs)
 
     def _pass(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compute = engine.runtime_of(self._module).options.precision.compute
+        compute = runtime_of(self._module).options.precision.compute
         if compute is not None and not is_mixed(self.precision_plugin):
             args, kwargs = cast_floats(args, compute), cast_floats(kwargs, compute)
         return in_one_pass(self._module, partial(step, *args, **kwargs))
@@ -166,7 +160,7 @@ class TrainerSide(_Base):
         return output
 
     def _tell(self, number: int) -> list[int]:
-        return engine.runtime_of(self._module).comm.tell(number)
+        return runtime_of(self._module).comm.all_gather_int(number)
 
     def _leave_together(self) -> None:
         for _ in range(self._rounds.ended()):
@@ -221,7 +215,7 @@ class TrainerSide(_Base):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with engine.accumulate(self._module):
+        with api.accumulate(self._module):
             yield
 
     # ---- checkpoints
@@ -271,15 +265,15 @@ class TrainerSide(_Base):
             raise StateError("a checkpoint is loaded before the module is sharded", "Load it by ckpt_path=.")
         weights_only = self._ours.get("weights_only") if weights_only is None else weights_only
         optimizers = self.optimizers if module.trainer.state.fn == _FITTING else []
-        talk = checkpoints.talk_of(module, "load")
-        path = Path(talk.from_first(checkpoint_path))
-        self._plain_file = talk.from_first(path.is_file())
+        control = checkpoints.talk_of(module, "load")
+        path = Path(control.broadcast_object(checkpoint_path))
+        self._plain_file = control.broadcast_object(path.is_file())
         if self._plain_file:
             read = partial(super().load_checkpoint, path, weights_only=weights_only)
-            return talk.together(read, "reading a checkpoint")
+            return control.together(read, "reading a checkpoint")
         strict, only = bool(module.strict_loading), weights_only
         if optimizers and finetuning.is_used(module.trainer):
-            values = talk.together(partial(read_values, path, weights_only), "reading Lightning's values")
+            values = control.together(partial(read_values, path, weights_only), "reading Lightning's values")
             finetuning.rebuild_groups(module.trainer, module, values.get("callbacks", {}))
         return Metadata(checkpoints.load_all(path, module, optimizers, strict=strict, weights_only=only))
 

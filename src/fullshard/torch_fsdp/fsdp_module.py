@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.engine.gather import current_task
+from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.unit import NO_TASK, LiveUnit
 from fullshard.errors import NotSupported, OptionError
-from fullshard.gathering import current_task
-from fullshard.live import NO_TASK, LiveUnit
-from fullshard.runtime import Runtime, engine_of
 from fullshard.torch_fsdp.marks import EMPTY, MARKED, Mark, mark_of, marks_in, outermost
 from fullshard.torch_fsdp.sharding import (
     divide,
@@ -302,6 +302,6 @@ def _unshard(module: nn.Module) -> None:
     if runtime is None or current_task() != NO_TASK or runtime.gathering.forward is not None:
         return
     for unit in units_behind(module):
-        if not unit.whole:
+        if not unit.is_unsharded:
             with torch.no_grad():
                 _Unsharded.of(runtime).open(runtime, unit)

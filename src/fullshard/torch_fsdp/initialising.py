@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.live import LiveUnit
-from fullshard.runtime import Runtime
-from fullshard.shards import Lane
-from fullshard.surface import MethodGuard
-from fullshard.tensors import tensors_in
+from fullshard.engine.hooks import MethodGuard
+from fullshard.engine.lane import Lane
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.tensors import tensors_in
+from fullshard.engine.unit import LiveUnit
 
 _about = """
 requires_grad grad is_leaf device dtype is_meta layout _version grad_fn _grad_fn _backward_hooks is_cuda
@@ -61,7 +61,7 @@ def _measure(parameter: Uninitialised, func: Any, args: Any, kwargs: Any) -> Any
     window = _windows.get(id(parameter))
     if window is None:
         return func(*args, **kwargs)
-    shape = window.whole_shape(parameter)
+    shape = window.global_shape(parameter)
     return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
 
 
@@ -98,13 +98,13 @@ class Window:
             _turn(parameter, Uninitialised)
             _windows[id(parameter)] = self
 
-    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+    def global_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         _, lane, index = self._places[id(parameter)]
         return lane.layout.pieces[index].shape
 
     def touch(self, parameter: nn.Parameter) -> None:
         unit, _, _ = self._places[id(parameter)]
-        if self._busy or unit.whole:
+        if self._busy or unit.is_unsharded:
             return
         self.take_over()
         self._close()
@@ -146,7 +146,7 @@ class Window:
             put = next(iter(shown.values()))
             if len(shown) > 1 or put is None or put in self._sites:
                 continue
-            if put.shape == self.whole_shape(parameter):
+            if put.shape == self.global_shape(parameter):
                 found.append((parameter, put))
         times = Counter(id(put) for _, put in found)
         return [(parameter, put) for parameter, put in found if times[id(put)] == 1]

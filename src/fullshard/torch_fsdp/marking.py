@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.engine.data_parallel_guard import keep_from_replicate
+from fullshard.engine.runtime import engine_of, is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
-from fullshard.references import keep_from_replicate
-from fullshard.runtime import engine_of, is_sharded
+from fullshard.plan.units import has_forward
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
 from fullshard.torch_fsdp.marks import MARKED, Asked, Mark, mark_of, outermost, own_parameters
 from fullshard.torch_fsdp.policies import (
@@ -25,7 +26,6 @@ from fullshard.torch_fsdp.policies import (
     refuse_offload,
 )
 from fullshard.torch_fsdp.sharding import build_empty, ready, ready_unless_meta, unit_of
-from fullshard.units import has_forward
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 _SAME, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -240,7 +240,7 @@ class _ForwardMethod:
         module, method = self._module, self._method
         ready(module)
         runtime, unit = engine_of(module), unit_of(module)
-        if runtime is None or unit is None or unit.depth or unit.whole:
+        if runtime is None or unit is None or unit.depth or unit.is_unsharded:
             return method(*args, **kwargs)
         if not _reads_parameters(module, method):
             return method(*args, **kwargs)

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.contents import Site, canonical, plain
-from fullshard.collectives import Comm
+from fullshard.comm.groups import Comm
+from fullshard.engine.lane import Lane, in_memory_order, piece_view
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
-from fullshard.runtime import Runtime
-from fullshard.shards import Lane, in_memory_order, piece_view
-from fullshard.state import StateShard, shard_of
+from fullshard.state.state_dict import StateShard, shard_of
 from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
 
 State = dict[str, dict[str, Any]]  # by parameter's name, then by the optimizer's own key
@@ -55,7 +55,7 @@ class Parts:
         return {
             self.names[id(p)]: Site(self.names[id(p)], p, lane, index)
             for lane in self.lanes
-            if not lane.whole_at_rest
+            if not lane.replicated
             for index, p in enumerate(lane.parameters)
             if id(p) in self.names
         }
@@ -201,7 +201,7 @@ def _agree(parts: Parts, together: dict[tuple[int, str, torch.dtype], list[Site]
     mine = sorted(f"{key} of {site.name!r}" for (_, key, _), members in together.items() for site in members)
     if not parts.runtimes:
         return
-    everyone, ranks = parts.comm.tell_objects(mine), parts.comm.members
+    everyone, ranks = parts.comm.all_gather_object(mine), parts.comm.members
     for rank, theirs in zip(ranks, everyone, strict=True):
         strange = sorted(set(theirs) ^ set(everyone[0]))
         if strange:
@@ -305,7 +305,7 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
             "Load the state of this model.",
         )
     start, stop = lane.layout.kept(piece, lane.comm.rank)
-    return in_memory_order(value, piece)[start:stop].clone().view(lane.resting[site.index].shape)
+    return in_memory_order(value, piece)[start:stop].clone().view(lane.shard_views[site.index].shape)
 
 
 def _from_first(
@@ -319,7 +319,7 @@ def _from_first(
             (name, key, *_described(v)) for name, held in saved["state"].items() for key, v in held.items()
         ]
         told = rows, list(saved["state"]), saved.get("param_groups")
-    rows, names, groups = parts.comm.tell_objects(told)[0]
+    rows, names, groups = parts.comm.all_gather_object(told)[0]
     state: State = {name: {} for name in names if name in wanted}
     numbers = _numbers((row[:3] for row in rows), parts.cut)
     for name, key, described, value in rows:
@@ -330,7 +330,7 @@ def _from_first(
             else:
                 value = torch.empty(shape, dtype=dtype)
             if value.numel():
-                parts.comm.from_first(value)
+                parts.comm.broadcast(value)
         if name in wanted:
             state[name][key] = _cut(parts.cut.get(name), (name, key), value, key in numbers)
     return state, groups

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import agreements
+from fullshard.comm import control
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
@@ -38,7 +38,7 @@ class Parked:
         if grid is None:
             return
         on_meta = any(t.is_meta for t in (*self._module.parameters(), *self._module.buffers()))
-        flags = agreements.tell_first(on_meta, grid)
+        flags = control.all_gather_object_first(on_meta, grid)
         if any(flags) and not all(flags):
             self._zeros = on_meta and not flags[0]
             self._park()

@@ -24,17 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fullshard import agreements, collectives, engine
-from fullshard.engine import runtime_of
+from fullshard import api
+from fullshard.comm import control, groups
+from fullshard.engine.data_parallel_guard import keep_from_replicate
+from fullshard.engine.runtime import Runtime, engine_of, runtime_of
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import NotSupported, OptionError, StateError
-from fullshard.live import LiveUnit
+from fullshard.plan.units import has_forward
 from fullshard.precision import Precision
-from fullshard.references import keep_from_replicate
-from fullshard.runtime import Runtime, engine_of
 from fullshard.torch_fsdp import strategies
 from fullshard.torch_fsdp.parking import Parked, initialise_from_meta
 from fullshard.torch_fsdp.strategies import MixedPrecision, ShardingStrategy, StateDictType
-from fullshard.units import has_forward
 
 WRAPPED = "_fsdp_wrapped_module"
 _KEEPING = {
@@ -168,9 +168,9 @@ def _shard(root: Wrapper) -> None:
     parked = Parked(module)
     try:
         if len(ignore) < len(parameters):
-            agreements.start()
+            control.start()
             parked.place(_grid_to_fill(wrappers, wanted), wanted.initialize)
-            engine.shard(
+            api.shard(
                 module,
                 units=wanted.units,
                 ignore=ignore,
@@ -196,7 +196,7 @@ def _grid_to_fill(wrappers: Sequence[Wrapper], wanted: _Wanted) -> torch.Tensor 
     """The ranks of the model, if one of the wrappers said `sync_module_states`."""
     if not any(wrapper.said.synchronise for wrapper in wrappers):
         return None
-    return collectives.rank_grid(wanted.options["mesh"], wanted.options["strategy"] == "hybrid")
+    return groups.rank_grid(wanted.options["mesh"], wanted.options["strategy"] == "hybrid")
 
 
 def _alone(wrapper: Wrapper, root: Wrapper) -> bool:
@@ -205,7 +205,7 @@ def _alone(wrapper: Wrapper, root: Wrapper) -> bool:
     There is nobody to share it with, so it is left as it is, like an ignored one.
     """
     mesh, ranks = wrapper.said.mesh, root.said.mesh
-    shared = collectives.rank_count() if ranks is None else ranks.mesh.numel()
+    shared = groups.rank_count() if ranks is None else ranks.mesh.numel()
     return wrapper is not root and mesh is not None and mesh.mesh.numel() == 1 and shared > 1
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.collectives import rank_count, start
-from fullshard.engine import shard
+from fullshard.api import shard
+from fullshard.comm.groups import rank_count, start
+from fullshard.engine.runtime import engine_of
+from fullshard.engine.tensors import cast_floats
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import ModelError, NotSupported, StateError
-from fullshard.live import LiveUnit
 from fullshard.precision import Precision
-from fullshard.runtime import engine_of
-from fullshard.tensors import cast_floats
 from fullshard.torch_fsdp.initialising import Blanks, Window
 from fullshard.torch_fsdp.marks import EMPTY, LIVE, MARKED, Mark, mark_of, marks_in, outermost, own_parameters
 from fullshard.torch_fsdp.policies import casts_of, precision_of

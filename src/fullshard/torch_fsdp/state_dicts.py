@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.collectives import as_bytes
+from fullshard.comm.groups import as_bytes
+from fullshard.engine.lane import Lane, piece_view
+from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.errors import FullshardError, StateError
-from fullshard.layout import Piece
-from fullshard.runtime import Runtime, engine_of
-from fullshard.shards import Lane, piece_view
-from fullshard.state import BeforeLoad, StateShard, shard_of
+from fullshard.plan.layout import Piece
+from fullshard.state.state_dict import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
 from fullshard.torch_fsdp.roots import WRAPPED, Wrapper, clean, wrappers_in
 from fullshard.torch_fsdp.strategies import StateDictSettings, StateDictType
@@ -185,7 +185,7 @@ def _from_local(
         key = prefix + name
         if id(parameter) in known and isinstance(state.get(key), torch.Tensor):
             lane, index = known[id(parameter)]
-            if not lane.whole_at_rest:
+            if not lane.replicated:
                 state[key] = shard_of(lane, index, state[key], key)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fullshard import collectives
+from fullshard.comm.groups import own_rank, rank_count
 from fullshard.errors import NotSupported, OptionError
 from fullshard.precision import Precision
 
@@ -284,7 +284,7 @@ def mesh_of(group: Any, mesh: Any, strategy: ShardingStrategy) -> DeviceMesh | N
     if isinstance(group, tuple | list):
         raise OptionError(f"process_group is {group!r}", f"One group goes with {strategy.name}.")
     found = DeviceMesh.from_group(group, "cpu")  # its ranks alone are looked at
-    return None if found.mesh.tolist() == list(range(collectives.rank_count())) else found
+    return None if found.mesh.tolist() == list(range(rank_count())) else found
 
 
 def _named(mesh: DeviceMesh) -> DeviceMesh:
@@ -304,7 +304,7 @@ def _grid(groups: Any) -> DeviceMesh:
             f"process_group is {groups!r}", "A hybrid strategy takes (ranks of a node, ranks across nodes)."
         )
     rows, columns = (DeviceMesh.from_group(group, "cpu").mesh.tolist() for group in groups)
-    ranks, rank = collectives.rank_count(), collectives.own_rank()
+    ranks, rank = rank_count(), own_rank()
     if len(rows) * len(columns) == ranks:
         grid = torch.arange(ranks).view(len(columns), len(rows))
         row, column = rank // len(rows), rank % len(rows)

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from fullshard.gradients import plainly
-from fullshard.live import LiveUnit
-from fullshard.runtime import Runtime, engine_of
-from fullshard.shards import Lane, in_memory_order, piece_view
+from fullshard.engine.gradients import plainly
+from fullshard.engine.lane import Lane, in_memory_order, piece_view
+from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.unit import LiveUnit
 from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in
 from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
 
@@ -23,7 +23,7 @@ def summoned(module: nn.Module, recurse: bool, how: tuple[bool, bool, bool, bool
     with ExitStack() as stack:
         for runtime, units in _to_open(module, recurse):
             for unit in units:
-                if unit.whole:
+                if unit.is_unsharded:
                     continue
                 gradients = _Gradients(unit) if with_gradients else None
                 if gradients is not None:
@@ -56,25 +56,25 @@ def _to_open(module: nn.Module, recurse: bool) -> list[tuple[Runtime, list[LiveU
 
 
 def _close(unit: LiveUnit) -> None:
-    unit.whole = False
+    unit.is_unsharded = False
     for lane in unit.lanes:
-        lane.close_whole(writeback=False)
+        lane.reshard(writeback=False)
 
 
 def _move_to_host(unit: LiveUnit) -> None:
     """The whole value leaves the device; what is written back is read from the host."""
     for lane in unit.lanes:
-        if lane.whole is not None and lane.whole.device.type != "cpu":
-            lane.whole = lane.whole.cpu()
+        if lane.unsharded is not None and lane.unsharded.device.type != "cpu":
+            lane.unsharded = lane.unsharded.cpu()
             for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
-                parameter.data = piece_view(lane.whole, piece)
+                parameter.data = piece_view(lane.unsharded, piece)
 
 
 class _Gradients:
     """`p.grad` of one unit, whole and plain while its parameters are whole."""
 
     def __init__(self, unit: LiveUnit) -> None:
-        self._lanes = [lane for lane in unit.lanes if not lane.whole_at_rest]  # others are whole already
+        self._lanes = [lane for lane in unit.lanes if not lane.replicated]  # others are whole already
         self._shards = [_shards(lane) for lane in self._lanes]
         self._whole = [_gathered(lane, held) for lane, held in zip(self._lanes, self._shards, strict=True)]
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from fullshard.collectives import own_rank
-from fullshard.state import StateShard
+from fullshard.comm.groups import own_rank
+from fullshard.state.state_dict import StateShard
 
 _NAME = "_gather_state_dict"
 

@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard import collectives, engine
+from fullshard import api
+from fullshard.comm import groups
+from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.tensors import map_tensors
 from fullshard.errors import NotSupported, OptionError, StateError
-from fullshard.runtime import Runtime, engine_of
-from fullshard.tensors import map_tensors
 from fullshard.torch_fsdp import state_dicts, strategies
 from fullshard.torch_fsdp.optimizer_calls import OptimizerCalls
 from fullshard.torch_fsdp.roots import WRAPPED, Said, Wrapper, begin, clean, core, refuse_begun, wrappers_in
@@ -92,7 +93,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         self.sharding_strategy = strategy
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.process_group, self._use_orig_params = process_group, use_orig_params
-        self.rank, self.world_size = collectives.own_rank(), collectives.rank_count()
+        self.rank, self.world_size = groups.own_rank(), groups.rank_count()
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             strategies.refuse_ignored_classes(self.mixed_precision, module)
@@ -202,7 +203,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         if runtime is None:
             yield
         else:
-            with engine.accumulate(self):
+            with api.accumulate(self):
                 yield
 
     @torch.no_grad()

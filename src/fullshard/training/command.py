@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fullshard import world
+from fullshard import environment
 from fullshard.errors import FullshardError, OptionError
 from fullshard.training import models
 from fullshard.training.example import EXAMPLE
@@ -44,7 +44,7 @@ def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: boo
     Starts its own ranks, as `torchrun --standalone` does, or is one rank if torchrun has started it. Whatever
     is wrong is raised as a FullshardError, once, and before ranks are started where that can be known.
     """
-    if world.launch().rendezvous:
+    if environment.launch().rendezvous:
         if ranks is not None:
             raise OptionError(
                 f"--ranks {ranks} was given to one of the ranks that torchrun started",

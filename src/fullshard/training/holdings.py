@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 
 
 @dataclass(frozen=True)

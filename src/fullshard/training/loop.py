@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.api import accumulate, shard
 from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.load import Loaded, load
 from fullshard.checkpoint.save import save
 from fullshard.data import Batches
-from fullshard.engine import accumulate, runtime_of, shard
+from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, GradientError, Uninitialised
 from fullshard.training import holdings, models
 from fullshard.training.folder import RunFolder
@@ -235,7 +236,7 @@ class Run:
         pending, self._pending = self._pending, Pending()
         mine = torch.stack(pending.losses).double().tolist()
         norms = torch.stack(pending.norms).tolist()
-        rows = self.comm.tell_many([asked, holdings.memory_now(self.job.device), *map(_as_bits, mine)])
+        rows = self.comm.all_gather_ints([asked, holdings.memory_now(self.job.device), *map(_as_bits, mine)])
         now_s = time.monotonic()
         said = self.job.settings.training
         a_step = said.sequences * said.sequence_length
@@ -310,7 +311,7 @@ class Run:
             total += self._summed_loss(inputs, targets).double()
             count += int((targets != IGNORED).sum())
         self.model.train()
-        rows = self.comm.tell_many([_as_bits(float(total)), count])
+        rows = self.comm.all_gather_ints([_as_bits(float(total)), count])
         targets_of_all = int(rows[:, 1].sum())
         if targets_of_all:  # prompts alone have no loss; 0 would look like a perfect one
             mean = sum(_from_bits(int(bits)) for bits in rows[:, 0]) / targets_of_all
@@ -330,7 +331,7 @@ class Run:
         """What every rank holds at rest, and the most it took."""
         mine = holdings.at_rest(self.model, self.optimizer)
         sizes = [mine.parameters, mine.gradients, mine.optimizer_state]
-        rows = self.comm.tell_many([*sizes, holdings.memory_peak(self.job.device)]).tolist()
+        rows = self.comm.all_gather_ints([*sizes, holdings.memory_peak(self.job.device)]).tolist()
         return [holdings.Holdings(*row[:3]).as_dict() for row in rows], [row[3] for row in rows]
 
 

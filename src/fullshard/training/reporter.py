@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullshard.engine import plan
+from fullshard.api import plan
 from fullshard.training import holdings
 from fullshard.training.display import Display
 from fullshard.training.logs import Logs

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from fullshard import collectives, world
-from fullshard.agreements import end_groups, raise_together_first
+from fullshard import environment
 from fullshard.checkpoint.commit import is_checkpoint, read_manifest
-from fullshard.checkpoint.export import DTYPES
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.tools.export import DTYPES
+from fullshard.comm import groups
+from fullshard.comm.control import end_groups, raise_together_first
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.training import models
 from fullshard.training.folder import RunFolder
@@ -53,7 +54,7 @@ def run_rank(wish: Wish) -> int:
     What is wrong on one rank before training is raised by all, the same.
     """
     share_cores()
-    collectives.start()
+    groups.start()
     with contextlib.ExitStack() as stack:
         with _told_once():
             job, prepared = _together(lambda: _look(wish, stack))
@@ -77,7 +78,7 @@ def _told_once() -> Iterator[None]:
 
 
 def is_told_by_another(error: Exception) -> bool:
-    return collectives.own_rank() != 0 and "told_by_rank_0" in error.__dict__
+    return groups.own_rank() != 0 and "told_by_rank_0" in error.__dict__
 
 
 def _together(work: Callable[[], tuple[Job, Prepared]]) -> tuple[Job, Prepared]:
@@ -95,17 +96,17 @@ def _together(work: Callable[[], tuple[Job, Prepared]]) -> tuple[Job, Prepared]:
 def share_cores() -> None:
     """The machine's cores divided between its ranks, unless fewer were asked for already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // world.launch().local_ranks)))
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // environment.launch().local_ranks)))
 
 
 def _look(wish: Wish, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
     settings = load(wish.config, wish.overrides)
-    check_ranks(settings, collectives.rank_count())
-    device = choose_device(settings, world.launch().local_ranks)
+    check_ranks(settings, groups.rank_count())
+    device = choose_device(settings, environment.launch().local_ranks)
     prepared = prepare(settings, wish.rows)
     subject = models.build(settings, prepared.tokenizer.size)
     folder = RunFolder(settings.output)
-    if wish.rows is None and collectives.own_rank() == 0:
+    if wish.rows is None and groups.own_rank() == 0:
         stack.callback(os.close, folder.lock())
         folder.begin(prepared.fixed, settings.as_dict())
     train, validation = prepared.sequences(settings)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard import world
+from fullshard import environment
 from fullshard.errors import FullshardError, Stalled
 from fullshard.training.session import Wish, is_told_by_another, run_rank
 from fullshard.training.stopping import die_with
@@ -28,14 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wish = Wish(args.config, args.set, args.quiet)
     else:
         die_with(args.launcher)
-        (private / f"rank-{world.launch().rank}.pid").write_text(str(os.getpid()))
+        (private / f"rank-{environment.launch().rank}.pid").write_text(str(os.getpid()))
         rows = json.loads((private / "rows.json").read_text())
         wish = Wish(args.config, args.set, args.quiet, rows, private / "stop")
     try:
         stopped = run_rank(wish)
     except Exception as error:  # noqa: BLE001  one rank's error, told in one place
         return _tell(error, private)
-    if private is not None and world.launch().rank == 0:
+    if private is not None and environment.launch().rank == 0:
         (private / "outcome.json").write_text(json.dumps({"stopped": stopped}))
     return 0
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell(error: Exception, private: Path | None) -> int:
-    rank, ours = world.launch().rank, isinstance(error, FullshardError)
+    rank, ours = environment.launch().rank, isinstance(error, FullshardError)
     if private is not None:
         said: dict[str, Any] = {"traceback": traceback.format_exc(), "stalled": isinstance(error, Stalled)}
         if isinstance(error, FullshardError):

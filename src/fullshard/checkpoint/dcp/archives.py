@@ -22,11 +22,11 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from fullshard.checkpoint import headers
 from fullshard.checkpoint.dcp.format import DTYPES, Chunk, Place, Unpickler, counts, refused
-from fullshard.checkpoint.headers import is_count
+from fullshard.checkpoint.format import headers
+from fullshard.checkpoint.format.headers import is_count
 from fullshard.checkpoint.reading import CHUNK_BYTES, Blocks
-from fullshard.collectives import as_bytes
+from fullshard.comm.groups import as_bytes
 from fullshard.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 2**16  # of one tensor's description; it has some 200

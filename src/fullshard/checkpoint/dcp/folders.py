@@ -33,7 +33,7 @@ from fullshard.checkpoint import commit, files
 from fullshard.checkpoint.dcp.format import METADATA, Place
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree
 from fullshard.errors import CheckpointError, RankMismatch
-from fullshard.layout import Box
+from fullshard.plan.layout import Box
 
 _OURS = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _BUFFER_BYTES = 2**20

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from fullshard.checkpoint.files import unreadable
-from fullshard.checkpoint.headers import Tensor, is_count
+from fullshard.checkpoint.format.headers import Tensor, is_count
 from fullshard.checkpoint.reading import Stored
 from fullshard.errors import CheckpointError
-from fullshard.layout import Box
+from fullshard.plan.layout import Box
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 2**30

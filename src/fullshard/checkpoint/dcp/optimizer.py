@@ -24,8 +24,8 @@ from fullshard.checkpoint.dcp.format import Index
 from fullshard.checkpoint.reading import Source
 from fullshard.checkpoint.resume import Resume
 from fullshard.checkpoint.targets import listed
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
-from fullshard.runtime import Runtime
 
 _NAMES = ("params", "param_names")
 _SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}  # put these there
@@ -222,6 +222,6 @@ def _from_list(where: str, groups: Any) -> list[_Group]:
 def _shapes(runtime: Runtime, model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Whole shapes of the model's parameters."""
     return {
-        site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.whole_shape
+        site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.global_shape
         for site in contents.sites(runtime, model)
     }

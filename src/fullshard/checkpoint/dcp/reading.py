@@ -24,7 +24,7 @@ from fullshard.checkpoint.optimizer_state import OptimizerLoad
 from fullshard.checkpoint.reading import Foreign, Stored
 from fullshard.checkpoint.targets import Work, listed
 from fullshard.errors import CheckpointError
-from fullshard.layout import Box, Piece, boxes
+from fullshard.plan.layout import Box, Piece, boxes
 
 _RETURNED_BYTES = 2**20  # a tensor of the user's own that is not larger comes back from fs.load
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state() returns

@@ -16,24 +16,23 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fullshard.agreements import Council, council
 from fullshard.checkpoint import commit, contents
 from fullshard.checkpoint.background import finish_earlier
 from fullshard.checkpoint.contents import Site
 from fullshard.checkpoint.dcp.folders import Leaf, begin, finish, write
-from fullshard.checkpoint.headers import Tensor
+from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.opening import Checkpoint
 from fullshard.checkpoint.reading import CHUNK_BYTES, Stored
 from fullshard.checkpoint.save import check_model
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
-from fullshard.checkpoint.values import decode
-from fullshard.engine import model_of, runtime_of
+from fullshard.comm.control import ControlGroup, control_group
+from fullshard.engine.lane import in_memory_order
+from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
-from fullshard.layout import Box, Piece, boxes
-from fullshard.runtime import Runtime
-from fullshard.shards import in_memory_order
-from fullshard.state import StateShard
-from fullshard.tensor_parallel import uncut
+from fullshard.plan.layout import Box, Piece, boxes
+from fullshard.plan.tensor_parallel import uncut
+from fullshard.state.state_dict import StateShard
 
 _ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, read and written as one item
 
@@ -54,19 +53,19 @@ def save(
     """
     model = model_of(model)
     runtime = runtime_of(model)
-    runtime.comm.meet("save")
-    talk = council(runtime.comm)
-    talk.together(finish_earlier, "finishing the save before this one")
+    runtime.comm.barrier("save")
+    control = control_group(runtime.comm)
+    control.together(finish_earlier, "finishing the save before this one")
 
     def look() -> tuple[dict[str, Any], dict[str, str]]:
         check_model(runtime, model, optimizer, "save")
         return _tree(runtime, model, optimizer, extra), contents.tied_names(model)
 
-    tree, tied = talk.together(look, "looking at what to save")
-    everyone = talk.tell(os.path.abspath(path))
+    tree, tied = control.together(look, "looking at what to save")
+    everyone = control.all_gather_object(os.path.abspath(path))
     if len(set(everyone)) > 1:
         raise RankMismatch(f"ranks save to different folders: {sorted(set(everyone))}", "Give one path.")
-    _write_together(talk, Path(everyone[0]), tree, tied)
+    _write_together(control, Path(everyone[0]), tree, tied)
     return Path(everyone[0])
 
 
@@ -86,18 +85,18 @@ def write_folder(checkpoint: Checkpoint, target: Path) -> None:
         raise
 
 
-def _write_together(talk: Council, target: Path, tree: dict[str, Any], tied: dict[str, str]) -> None:
-    staging = talk.together(lambda: begin(target) if talk.is_first else None, "beginning a save")
-    folder: Path = talk.from_first(None if staging is None else staging.folder)  # type: ignore[assignment]
+def _write_together(control: ControlGroup, target: Path, tree: dict[str, Any], tied: dict[str, str]) -> None:
+    staging = control.together(lambda: begin(target) if control.is_first else None, "beginning a save")
+    folder: Path = control.broadcast_object(None if staging is None else staging.folder)  # type: ignore[assignment]
     try:
-        written = talk.together(lambda: write(folder, talk.index, tree, talk.is_first), "writing")
-        everyone = talk.to_first(written)
+        written = control.together(lambda: write(folder, control.index, tree, control.is_first), "writing")
+        everyone = control.gather_object(written)
 
         def end() -> None:
             if staging is not None and everyone is not None:
                 finish(staging, everyone, tree, tied)
 
-        talk.together(end, "finishing a save")
+        control.together(end, "finishing a save")
     except BaseException:
         if staging is not None:
             commit.give_up(staging)
@@ -151,7 +150,7 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
         return uncut(local).detach()
     lane, piece, comm = site.lane, site.piece, site.lane.comm
     start, stop = lane.layout.written(piece, comm.rank, comm.replica, comm.replicas)
-    if lane.whole_at_rest:
+    if lane.replicated:
         flat = in_memory_order(local.detach(), piece)[start:stop]
     else:
         first, _ = lane.layout.kept(piece, comm.rank)
@@ -163,7 +162,7 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
             index = MetadataIndex(site.name, chunk.offsets)
             yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), shard.__get_tensor_shard__(index)
 
-    return Leaf(piece.whole_shape, local.dtype, parts)
+    return Leaf(piece.global_shape, local.dtype, parts)
 
 
 def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,0 +1,378 @@
+"""The public face; composes, decides nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import environment
+from fullshard import options as _options
+from fullshard.build import build
+from fullshard.comm import control, groups
+from fullshard.comm.groups import Comm
+from fullshard.engine.generation import inferring
+from fullshard.engine.inference import Kept
+from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
+from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
+from fullshard.options import Options
+from fullshard.plan import tensor_parallel
+from fullshard.plan.plan import Plan, make_plan
+from fullshard.plan.units import Unit, find_units
+from fullshard.precision import Precision
+
+M = TypeVar("M", bound=nn.Module)
+Batch = TypeVar("Batch")
+
+
+def shard(
+    model: M,
+    *,
+    strategy: str = "zero3",
+    precision: str | Precision = "fp32",
+    mesh: DeviceMesh | None = None,
+    units: Any = None,
+    checkpoint_activations: bool = False,
+    ignore: Any = (),
+    initial: str = "broadcast",
+    materialize: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | str | int | None = None,
+    check_gradients: bool = False,
+    prefetch: bool = True,
+    keep_full: int | str | None = None,
+    reduce: str = "auto",
+    across: str = "replicate",
+) -> M:
+    """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
+
+    strategy: 'zero3' (default), 'zero2', 'zero1', 'replicate', or 'hybrid' (shard inside, replicate across).
+    precision: 'fp32', 'bf16', 'fp16', or an fs.Precision.
+    mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks. For a model that is
+        tensor-parallel already, its other axis: mesh['dp'], or the whole mesh, if its axes have names.
+    units: None finds them; or module classes; or a function of a module that returns a bool.
+    checkpoint_activations: compute the activations of each block again in backward.
+    ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
+    initial: 'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.
+    materialize: for a meta-device model, a function that initialises one module's own tensors.
+    device: where shards and buffers go, unit by unit, so that no device holds the whole of a model that was
+        built on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
+    check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
+    prefetch: gather the next unit while this one computes.
+    keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
+        kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
+    reduce: 'exchange' sends gradients all-to-all and sums them in fp32 where they arrive; 'scatter' sends
+        fp32, summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+    across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
+        masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
+    """
+    control.start()
+    found: _Found | None = None
+    problem: FullshardError | None = None
+    grid: torch.Tensor | None = None
+    beside: list[int] | None = None
+    try:
+        grid, beside = _ranks(model, mesh, strategy)
+        said = _options.parse(
+            strategy=strategy,
+            precision=precision,
+            units=units,
+            ignore=ignore,
+            checkpoint_activations=checkpoint_activations,
+            initial=initial,
+            materialize=materialize,
+            device=device,
+            check_gradients=check_gradients,
+            prefetch=prefetch,
+            keep_full=keep_full,
+            reduce=reduce,
+            across=across,
+        )
+        found = _look_at(model, said, grid)
+        said = found.said
+    except FullshardError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
+        problem = ModelError(f"{type(error).__name__} while looking at the model: {error}", "See its cause.")
+        problem.__cause__ = error
+    control.raise_together_first(problem, grid, beside)
+    assert found is not None
+    if found.device.type == "cuda":
+        environment.let_segments_grow()
+    comm = Comm(found.device, found.grid, two_level=said.across == "shard")
+    if beside is not None:
+        comm.join(control.World(comm, beside))
+    _agree_on_model(comm, model, found.units, said)
+    build(model, found.units, comm, said)
+    if found.moves:
+        model.to(found.device)  # what modules keep beside parameters and buffers: a metric its sums
+    if found.device.type == "cuda":
+        torch.cuda.empty_cache()  # the whole model was there a moment ago
+    return model
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What this rank sees before it speaks to the others."""
+
+    device: torch.device
+    moves: bool  # the model is elsewhere
+    grid: torch.Tensor
+    said: Options
+    units: list[Unit]
+
+
+def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[torch.Tensor, list[int] | None]:
+    """The grid of ranks to shard over, and beside it the ranks of this rank's tensor-parallel group."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module", "Pass the model.")
+    parallel = tensor_parallel.mesh_of(model)
+    if parallel is None:
+        return groups.rank_grid(mesh, strategy == "hybrid"), None
+    if mesh is None:
+        raise OptionError(
+            f"parameter {tensor_parallel.first_cut_name(model)!r} is a DTensor: over which ranks to shard is "
+            "not known",
+            "Give the mesh axis to shard over: mesh=mesh['dp'].",
+        )
+    grid = groups.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
+    return grid, tensor_parallel.tp_ranks_of(parallel, grid, tensor_parallel.first_cut_name(model))
+
+
+def _look_at(model: nn.Module, said: Options, grid: torch.Tensor) -> _Found:
+    where = _model_device(model)
+    device = environment.compute_device(said.device or where)
+    moves = device != environment.compute_device(where)
+    if moves and tensor_parallel.mesh_of(model) is not None:
+        raise OptionError(
+            f"device={str(device)!r} for a tensor-parallel model on {where}",
+            "Leave out device: such a model is where its mesh is.",
+        )
+    _refuse_unfit(model)
+    said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
+    return _Found(device, moves, grid, said, find_units(model, said))
+
+
+def _way_to_reduce(said: Options, grid: torch.Tensor, device: torch.device) -> str:
+    if said.reduce != "auto":
+        return said.reduce
+    wire = said.precision.wire or said.precision.compute or torch.float32
+    sum_bytes = said.precision.reduce.itemsize
+    return "scatter" if groups.sums_on_the_way(grid, device, wire.itemsize, sum_bytes) else "exchange"
+
+
+def plan(
+    model: nn.Module,
+    *,
+    ranks: int | None = None,
+    strategy: str = "zero3",
+    precision: str | Precision = "fp32",
+    units: Any = None,
+    ignore: Any = (),
+    keep_full: int | str | None = None,
+) -> Plan:
+    """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
+    runtime = engine_of(model)
+    if runtime is not None:
+        return runtime.plan
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
+    said = _options.parse(
+        strategy=strategy,
+        precision=precision,
+        units=units,
+        ignore=ignore,
+        keep_full=keep_full,
+        on_gpu=environment.compute_device(_model_device(model)).type == "cuda",
+    )
+    parallel = tensor_parallel.mesh_of(model)
+    beside = 1 if parallel is None else parallel.size()
+    return make_plan(model, ranks or max(1, groups.rank_count() // beside), said)
+
+
+@contextmanager
+def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
+    """Parameters of `module` hold their whole values, for reading or editing. All ranks must enter.
+
+    With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
+    """
+    runtime = runtime_of(module, used=False)
+    inside = {id(p) for p in module.parameters()}
+    units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
+    with runtime.opened(units, writeback):
+        yield module
+
+
+@contextmanager
+def inference(model: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
+    """Evaluation and generation: no gradients, and units are gathered once and stay full while memory allows.
+
+    memory: bytes for full values, the least that any rank gives; 'all', or 0 for none. None is half of what
+        is free on the device, or on the host the same share for each of its ranks.
+
+    All ranks must enter. Inside, each rank may run any number of forwards on any path, and `generate`. Where
+    everything stays full (`with fs.inference(model) as kept:`, `kept.everything`) no rank waits for another;
+    where not, a rank that needs a unit waits until all others need one or leave, and they leave together.
+    Parameters must not change inside, and backward and optimizer steps are refused.
+    """
+    runtime = runtime_of(model)
+    if runtime.gathering.inference is None:
+        runtime.comm.barrier("inference")
+    elif memory is not None:
+        raise StateError("fs.inference is open already", "Leave memory= out inside: the outer one decides.")
+    with inferring(runtime, model, memory) as kept:
+        yield kept
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Around all micro-batches but the last: postpones communication where the strategy allows it.
+
+    Do not edit parameters through `p.data` between these micro-batches: full values may be kept.
+    """
+    reduction = runtime_of(model).reduction
+    before, reduction.postponing = reduction.postponing, True
+    try:
+        yield
+    finally:
+        reduction.postponing = before
+
+
+def even_batches(batches: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
+    """The same number of steps on every rank, however many batches each has.
+
+    A rank that has run out gets its last batch again, and its backward counts nothing: gradients are
+    the mean over the ranks that still have data. Costs one small agreement a batch. In an evaluation leave
+    out what comes of a batch while `repeated` of the returned iterator is true.
+    """
+    return EvenBatches(batches, model)
+
+
+class EvenBatches(Iterator[Batch]):
+    """What fs.even_batches hands out."""
+
+    def __init__(self, batches: Iterable[Batch], model: nn.Module) -> None:
+        # Shared with the steps. They must not hold this object: a cycle would outlive a loop that is left.
+        self._repeated = [False]
+        self._steps = _even_steps(batches, runtime_of(model), self._repeated)
+
+    @property
+    def repeated(self) -> bool:
+        """The batch handed out last is one that this rank had before, because others still have data."""
+        return self._repeated[0]
+
+    def __next__(self) -> Batch:
+        return next(self._steps)
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+def _even_steps(
+    batches: Iterable[Batch], runtime: Runtime, repeated: list[bool]
+) -> Generator[Batch, None, None]:
+    staying = runtime.gathering.inference
+    if staying is not None and not staying.kept.everything:
+        raise StateError(
+            "fs.even_batches inside an fs.inference that does not keep all units full",
+            "Loop over each rank's own batches: inside fs.inference their numbers may differ.",
+        )
+    iterator, last, first = iter(batches), None, True
+    try:
+        while True:
+            here, batch = True, last
+            try:
+                batch = last = next(iterator)
+            except StopIteration:
+                here = False
+            active = sum(runtime.comm.all_gather_int(int(here)))
+            empty = runtime.comm.all_gather_int(int(first and not here)) if first else []
+            if active and any(empty):
+                raise RankMismatch(
+                    f"rank {runtime.comm.members[empty.index(1)]} has no batch at all",
+                    "Give every rank at least one batch.",
+                )
+            if not active:
+                return
+            first = False
+            runtime.reduction.absent, runtime.reduction.active_ranks = not here, active
+            repeated[0] = not here
+            yield batch  # type: ignore[misc]
+    finally:
+        repeated[0] = False
+        runtime.reduction.absent, runtime.reduction.active_ranks = False, runtime.comm.all_ranks
+
+
+def _model_device(model: nn.Module) -> torch.device:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    devices = {t.device for _, t in tensors if not t.is_meta}
+    if len(devices) > 1:
+        where = {str(t.device): name for name, t in reversed(tensors)}
+        raise ModelError(f"the model lies on several devices: {where}", "Move it to one device first.")
+    return devices.pop() if devices else torch.device("meta" if tensors else "cpu")
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise StateError(
+                f"module {name or type(model).__name__!r} is sharded already", "Call fs.shard once."
+            )
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.grad is not None:
+                raise ModelError(
+                    f"parameter {f'{name}.{attribute}'.lstrip('.')!r} has a gradient",
+                    "Call model.zero_grad() before fs.shard.",
+                )
+    if next(model.parameters(), None) is None:
+        raise ModelError("the model has no parameters", "There is nothing to shard.")
+
+
+def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Options) -> None:
+    """Ranks that built different models, or asked for different things, are told apart by name."""
+    asked = (
+        "strategy",
+        "precision",
+        "checkpoint_activations",
+        "initial",
+        "check_gradients",
+        "prefetch",
+        "keep_full",
+        "reduce",
+        "across",
+    )
+    rows = [f"option {name}={getattr(said, name)!r}" for name in asked]
+    for unit in units:
+        for m in unit.members:
+            kind = "trainable" if m.parameter.requires_grad else "frozen"
+            cut = tensor_parallel.spec_of(m.parameter)
+            rows.append(
+                f"parameter {m.name!r} of shape {tuple(m.parameter.shape)}, {m.parameter.dtype}, {kind}, "
+                f"in {unit_label(unit.name)}" + ("" if cut is None else f", {cut.placements}")
+            )
+    rows += [f"buffer {n!r} of shape {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    if len(set(comm.world.all_gather_object(digest))) == 1:
+        return
+    everyone, members = comm.world.all_gather_object(rows), comm.world.members
+    for rank, theirs in zip(members, everyone, strict=True):
+        if theirs != everyone[0]:
+            here, there = _first_difference(theirs, everyone[0])
+            raise RankMismatch(
+                f"rank {rank} has {here}, where rank {members[0]} has {there}",
+                "Build the same model with the same options on every rank.",
+            )
+
+
+def _first_difference(mine: list[str], first: list[str]) -> tuple[str, str]:
+    """The first row that only one side has; an inserted row is not blamed on the one behind it."""
+    pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
+    here, there = next((a, b) for a, b in pairs if a != b)
+    if there in mine:
+        return here, "nothing"
+    return ("nothing", there) if here in first else (here, there)

@@ -1,0 +1,207 @@
+"""The manifest: one JSON file that says what a checkpoint is, and makes it one by being there.
+
+It carries the checksum of its own bytes, the checksums of every other file's blocks, and everything that is
+not a large tensor. It is written last, so a folder without it was never finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.checkpoint.format.headers import is_count, parse_json
+from fullshard.errors import CheckpointError
+
+NAME = "fullshard.json"
+FORMAT, VERSION = "fullshard checkpoint", 1
+MAX_BYTES = 512 * 2**20
+_PREFIX = b'{"sha256":"'
+_REMEDY = "The checkpoint is damaged; use another one."
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size and the CRC-32 of each of its blocks."""
+
+    size_bytes: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Count:
+    tensors: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """In a file of one rank's parts: under `name`, the elements [start, stop) of a tensor of that shape."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `fullshard.json` says. Trees are values as `values` writes them."""
+
+    id: str
+    saved_at_ns: int
+    software: Mapping[str, str]
+    layout: Mapping[str, Any]  # how it was saved: ranks, strategy, files; for people, not needed to load
+    block_bytes: int
+    files: Mapping[str, FileRecord]
+    model: Count
+    optimizer: Count
+    tied: Mapping[str, str] = field(default_factory=dict)  # other name: name under which the tensor is stored
+    modules: Mapping[str, Any] = field(default_factory=dict)  # trees of get_extra_state(), by module name
+    optimizer_state: Any = None  # class, groups, and what each parameter's state is made of
+    extra: Mapping[str, Any] = field(default_factory=dict)  # trees that are the same on every rank
+    ranks: tuple[Mapping[str, Any], ...] = ()  # trees of each rank: extra, random, values that differ by rank
+    parts: Mapping[str, tuple[Part, ...]] = field(
+        default_factory=dict
+    )  # by file, when each rank wrote its own
+
+    def files_of(self, kind: str) -> list[str]:
+        """The safetensors files of 'model' or 'optimizer', whole ones."""
+        pattern = re.compile(rf"{kind}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        return sorted(name for name in self.files if pattern.fullmatch(name))
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": manifest.id,
+        "saved_at_ns": manifest.saved_at_ns,
+        "software": dict(manifest.software),
+        "layout": dict(manifest.layout),
+        "block_bytes": manifest.block_bytes,
+        "files": {
+            name: {"bytes": record.size_bytes, "crc32": "".join(f"{crc:08x}" for crc in record.blocks)}
+            for name, record in manifest.files.items()
+        },
+        "model": _count_out(manifest.model),
+        "optimizer": _count_out(manifest.optimizer),
+        "tied": dict(manifest.tied),
+        "modules": dict(manifest.modules),
+        "optimizer_state": manifest.optimizer_state,
+        "extra": dict(manifest.extra),
+        "ranks": [dict(rank) for rank in manifest.ranks],
+        "parts": {
+            name: [[part.name, part.start, part.stop, list(part.shape)] for part in parts]
+            for name, parts in manifest.parts.items()
+        },
+    }
+    rest = json.dumps(body, separators=(",", ":"), allow_nan=False)[1:].encode()
+    rest = b'",' + rest
+    return _PREFIX + hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def from_bytes(data: bytes) -> Manifest:
+    rest = data[len(_PREFIX) + 64 :]
+    said = data[len(_PREFIX) : len(_PREFIX) + 64]
+    if not data.startswith(_PREFIX):
+        raise CheckpointError(f"{NAME!r} does not begin as a manifest does", _REMEDY)
+    if hashlib.sha256(rest).hexdigest().encode() != said:
+        raise CheckpointError(f"{NAME!r} does not have the checksum that it carries", _REMEDY)
+    return parse(data)
+
+
+def parse(data: bytes) -> Manifest:
+    """A manifest from its JSON, every field checked; its own checksum is not looked at."""
+    body = parse_json(NAME, data)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"{NAME!r} is not a manifest of fullshard", _REMEDY)
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"{NAME!r} has format version {str(body.get('version'))[:40]}; this fullshard reads {VERSION}",
+            "Use the version of fullshard that wrote it, or a newer one.",
+        )
+    try:
+        return _manifest(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"field {error}" if isinstance(error, KeyError) else str(error)[:200]
+        raise CheckpointError(f"{NAME!r} is incomplete or malformed: {what}", _REMEDY) from None
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    block_bytes = body["block_bytes"]
+    if not is_count(block_bytes) or not 512 <= block_bytes <= 2**26:
+        raise ValueError(f"block_bytes is {str(block_bytes)[:40]}")
+    return Manifest(
+        id=_text(body["id"], "id"),
+        saved_at_ns=_count(body["saved_at_ns"], "saved_at_ns"),
+        software={_text(k, "software"): _text(v, "software") for k, v in body["software"].items()},
+        layout=_object(body["layout"], "layout"),
+        block_bytes=block_bytes,
+        files={
+            check_file_name(name): _file(name, record, block_bytes) for name, record in body["files"].items()
+        },
+        model=_count_in(body["model"]),
+        optimizer=_count_in(body["optimizer"]),
+        tied={_text(k, "tied"): _text(v, "tied") for k, v in body["tied"].items()},
+        modules=_object(body["modules"], "modules"),
+        optimizer_state=body["optimizer_state"],
+        extra=_object(body["extra"], "extra"),
+        ranks=tuple(_object(rank, "ranks") for rank in body["ranks"]),
+        parts={check_file_name(name): tuple(map(_part, parts)) for name, parts in body["parts"].items()},
+    )
+
+
+def check_file_name(name: Any) -> str:
+    """A plain name: nothing that leads out of the folder."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or ".." in name:
+        raise CheckpointError(
+            f"the checkpoint names a file {str(name)[:200]!r}, which is not a plain file name",
+            "Do not load it: it may have been made to read or write elsewhere.",
+        )
+    return name
+
+
+def _file(name: str, record: Any, block_bytes: int) -> FileRecord:
+    size, crcs = _count(record["bytes"], name), _text(record["crc32"], name)
+    count = -(-size // block_bytes)
+    if len(crcs) != 8 * count or re.search("[^0-9a-f]", crcs):
+        raise ValueError(f"file {name!r} of {size} bytes has checksums of {len(crcs) // 8} blocks")
+    return FileRecord(size, tuple(int(crcs[at : at + 8], 16) for at in range(0, len(crcs), 8)))
+
+
+def _part(value: Any) -> Part:
+    name, start, stop, shape = value
+    if not all(map(is_count, (start, stop, *shape))) or start > stop or len(shape) > 64:
+        raise ValueError(f"a part of {str(name)[:200]!r} is malformed")
+    return Part(_text(name, "parts"), start, stop, tuple(shape))
+
+
+def _count_out(count: Count) -> dict[str, int]:
+    return {"tensors": count.tensors, "elements": count.elements}
+
+
+def _count_in(value: Any) -> Count:
+    return Count(_count(value["tensors"], "tensors"), _count(value["elements"], "elements"))
+
+
+def _count(value: Any, what: str) -> int:
+    if not is_count(value) and not (what == "saved_at_ns" and type(value) is int and 0 <= value < 2**63):
+        raise ValueError(f"{what} is {str(value)[:40]}, not a count")
+    return int(value)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {str(value)[:40]}, not a text")
+    return value
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not an object")
+    return value

@@ -1,0 +1,1 @@
+"""What `fullshard inspect`, `verify` and `export` do."""

@@ -1,5 +1,0 @@
-"""The command line: `fullshard COMMAND ...`, one module for each group of commands."""
-
-from fullshard.cli.start import main
-
-__all__ = ["main"]

@@ -1,0 +1,1 @@
+"""Every call of torch.distributed: process groups, control messages, the flight recorder and the watchdog."""

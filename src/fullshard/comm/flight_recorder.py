@@ -1,0 +1,368 @@
+"""Each rank's operation record, kept outside Python's reach.
+
+Every rank writes what it does into a small mapped file; ranks of one host read each other's. The kernel keeps
+the file when the process is stopped, killed or stuck in C, so the others can always say where it was.
+
+    begin        this rank issued the operation (several may be in flight on a channel: prefetch)
+    wait_begin   this rank is blocked until the operation is done
+    wait_end     it goes on
+    end          the operation is known to be complete on this rank
+
+File, in native 8-byte words:
+
+    header    magic, host, pid, start time, rank, ranks, left
+    events    a sequence number, then the last 16 events: what this rank did last and when
+    channels  32 names; for each a mask of its member ranks and a ring of its last 64 operations
+    labels    texts of (channel, phase, unit), only ever appended; an operation points at its text
+
+One thread at a time writes. No lock: collectives issued by two threads at once have no order to record.
+Nothing here raises about another rank's file: what cannot be read is "not known" (None).
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fullshard.comm.recorder_files import (
+    ENDED_WORD,
+    ENTRY,
+    EVENT,
+    EVENTS,
+    HEADER,
+    LABEL,
+    LABELS_SIZE,
+    LEFT_WORD,
+    MAGIC,
+    MAX_CHANNELS,
+    NAME_SIZE,
+    NAMES_OFFSET,
+    RING,
+    SEQUENCE_OFFSET,
+    SETTLED_S,
+    Peer,
+    Place,
+    channel_offset,
+    digest,
+    host,
+    labels_offset,
+    mask_size,
+    path,
+    start_time,
+)
+
+
+@dataclass
+class Channel:  # this rank's side of a channel
+    index: int
+    ring_offset: int
+    others: set[int]  # the other ranks that take part
+    number: int = 0
+    recent: list[tuple[bytes, int]] = field(default_factory=lambda: [(b"", 0)] * RING)
+
+
+class FlightRecorder:
+    """This rank's record and a view of the others'. Ranks of one run on one host share the `directory`."""
+
+    def __init__(self, directory: str, rank: int, ranks: int) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks} ranks")
+        self.rank, self.ranks, self._directory = rank, ranks, directory
+        self._path, self._pid = path(directory, rank), os.getpid()
+        self._channels: dict[str, Channel] = {}
+        self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}
+        self._sequence, self._waiting, self._closed = 0, False, False
+        self._created_ns = time.monotonic_ns()
+        self._map = self._create()
+        self._words = memoryview(self._map).cast("q")
+        self._labels_end = labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
+        self._peers: dict[int, Peer] = {}  # those whose files are open
+        self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
+        self._met = False
+        atexit.register(self.close)
+
+    def _create(self) -> mmap.mmap:
+        size_bytes = labels_offset(self.ranks) + LABELS_SIZE
+        new = f"{self._path}.{self._pid}"
+        started = start_time(self._pid) or 0
+        header = HEADER.pack(MAGIC, host(), self._pid, started, self.rank, self.ranks, 0)
+        event = EVENT.pack(0, 0, 0, bytes(24), 0, self._created_ns, 0)
+        with open(new, "w+b") as file:
+            # Zeros, not a hole in the file: a full disk is an error here, not a SIGBUS in the hot path.
+            file.write((header.ljust(SEQUENCE_OFFSET + 8, b"\0") + event).ljust(size_bytes, b"\0"))
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), size_bytes)
+            self._inode = os.fstat(file.fileno()).st_ino
+        os.replace(new, self._path)  # peers see a whole file or none; a stale one of an earlier run goes
+        return mapped
+
+    def channels(self) -> list[str]:
+        """Those of this rank, in the order in which they were first named."""
+        return list(self._channels)
+
+    def declare(self, channel: str, members: Iterable[int]) -> None:
+        """Only `members` take part in this channel of this rank (default: all). Before its first use."""
+        if channel in self._channels:
+            raise ValueError(f"channel '{channel}' was already used or declared")
+        self._add_channel(channel, sorted({self.rank, *members}))
+
+    def begin(self, channel: str, phase: str, unit: str, step: int) -> int:
+        """Record that this rank issues an operation; its running number on the channel, from 1."""
+        try:
+            state, label = self._labels[channel, phase, unit]
+        except KeyError:
+            state, label = self._add_label(channel, phase, unit)
+        state.number = number = state.number + 1
+        slot = number & (RING - 1)
+        state.recent[slot] = (label, step)
+        ENTRY.pack_into(self._map, state.ring_offset + slot * ENTRY.size, number, label, step, 0, number)
+        if not self._waiting:  # a begin from another thread must not hide that this rank is blocked
+            self._event(0, number, label, step)
+        return number
+
+    def end(self, channel: str, number: int) -> None:
+        """Record that the operation is complete here. Not after a failed wait, nor for one only queued on
+        a stream: to the others, a rank that ended an operation and then exits has done its part in it."""
+        state = self._channels[channel]
+        if not 0 < number <= state.number:
+            raise ValueError(f"operation {number} of '{channel}' has not begun on rank {self.rank}")
+        if number > state.number - RING:
+            slot = number & (RING - 1)
+            self._words[(state.ring_offset + slot * ENTRY.size) // 8 + ENDED_WORD] = 1
+            if not self._waiting:
+                label, step = state.recent[slot]
+                self._event(0, number, label, step)
+
+    def wait_begin(self, channel: str, number: int) -> None:
+        """Record that this rank is blocked until operation `number` of `channel` is done."""
+        state = self._channels[channel]
+        if state.number - RING < number <= state.number:
+            label, step = state.recent[number & (RING - 1)]
+        else:
+            label, step = LABEL.pack(state.index, 0, 0), -1
+        self._waiting = True
+        self._waits_for = (number, label, step)
+        self._event(1, number, label, step)
+
+    def wait_end(self) -> None:
+        """Record that this rank goes on."""
+        if self._waiting:
+            self._waiting = False
+            self._event(0, *self._waits_for)
+            if not self._met:
+                # The first operation is over, so its members have all made their files: open them now. A
+                # rank that leaves removes its file, and one never opened would look as if on another host.
+                self._met = True
+                self.places()
+
+    def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
+        self._sequence = sequence = self._sequence + 1
+        EVENT.pack_into(
+            self._map,
+            SEQUENCE_OFFSET + 8 + (sequence & (EVENTS - 1)) * EVENT.size,
+            sequence, waiting, number, label, step, time.monotonic_ns(), sequence,
+        )  # fmt: skip
+        # One aligned 8-byte store; pack_into would first fill with zeros and show them to readers.
+        self._words[SEQUENCE_OFFSET // 8] = sequence
+
+    def _add_channel(self, channel: str, members: Sequence[int]) -> Channel:
+        index, name = len(self._channels), channel.encode().ljust(NAME_SIZE, b"\0")
+        if index == MAX_CHANNELS or len(name) > NAME_SIZE or not channel:
+            limits = f"at most {MAX_CHANNELS}, with names of 1 to {NAME_SIZE} bytes"
+            raise ValueError(f"cannot add channel '{channel}': {limits}")
+        offset, width = channel_offset(index, self.ranks), mask_size(self.ranks)
+        mask = sum(1 << member for member in members)
+        self._map[offset : offset + width] = mask.to_bytes(width, "little")
+        start = NAMES_OFFSET + index * NAME_SIZE
+        self._map[start : start + NAME_SIZE] = name  # last: a channel without a name does not exist
+        others = set(members) - {self.rank}
+        self._channels[channel] = state = Channel(index, offset + width, others)
+        return state
+
+    def _add_label(self, channel: str, phase: str, unit: str) -> tuple[Channel, bytes]:
+        state = self._channels.get(channel) or self._add_channel(channel, range(self.ranks))
+        text = "\0".join((channel, phase, unit)).encode("utf-8", "backslashreplace")
+        start, stop = self._labels_end, self._labels_end + 2 + len(text)
+        room = len(text) < 65536 and stop <= len(self._map)
+        if room:
+            self._map[start:stop] = struct.pack("=H", len(text)) + text
+            self._labels_end = stop
+        label = LABEL.pack(state.index, start - labels_offset(self.ranks) if room else 0, digest(text))
+        self._labels[channel, phase, unit] = state, label
+        return state, label
+
+    def places(self) -> list[Place | None]:
+        """Where every rank is; None for one on another host, not started, or with an unreadable file."""
+        return [self._place(rank) for rank in range(self.ranks)]
+
+    def _place(self, rank: int) -> Place | None:
+        peer = self._peers.get(rank)
+        place = peer.place() if peer else None
+        if self._closed or (place and place.alive and not place.left):
+            return place
+        # Absent or gone: look again by name, the rank may have (re)started since.
+        found = Peer.open(self._directory, rank, self.ranks)
+        if found is None:
+            return place
+        new = found.place()
+        age_s = (time.monotonic_ns() - self._created_ns) / 1e9
+        # Dead before this rank began: it cannot be told from the file of an earlier run.
+        stale = new and (new.left or not new.alive) and new.since_s > age_s
+        if new is None or (stale if peer is None else peer.inode == found.inode):
+            found.close()
+            return place
+        if peer:
+            peer.close()
+        self._peers[rank] = found
+        return new
+
+    def look(self) -> list[Place | None]:
+        """`places` for another thread: it opens files of its own."""
+        peers = [Peer.open(self._directory, rank, self.ranks) for rank in range(self.ranks)]
+        found = [peer.place() if peer else None for peer in peers]
+        for peer in peers:
+            if peer:
+                peer.close()
+        return found
+
+    def not_begun(self, channel: str, number: int) -> list[tuple[Place, float]]:
+        """Ranks, alive, that have not begun this operation, with the processor time they have used so far."""
+        found = []
+        for rank in sorted(self._channels[channel].others):
+            place, peer = self._place(rank), self._peers.get(rank)
+            entry = peer.entry(channel, number) if peer else None
+            if place and peer and place.alive and entry is not None and entry.number < number:
+                used_s = peer.used_s()
+                if used_s > 0:  # 0: this system does not say
+                    found.append((place, used_s))
+        return found
+
+    def disagreement(self, channel: str) -> list[Place]:
+        """Every peer that began another operation than this rank under the same number of this channel.
+
+        Compares all operations not compared before (not the newest alone: with prefetch a peer may not have
+        begun the newest yet); a place returned is the peer's place in the operation that differs.
+        """
+        state = self._channels.get(channel)
+        return self._differences(channel, state.number) if state else []
+
+    def _differences(self, channel: str, newest: int) -> list[Place]:
+        state, found = self._channels[channel], []
+        # Once all have met, only files already open: this runs with every pass, and most ranks of a large
+        # run are on other hosts.
+        for rank in list(self._peers) if self._met else range(self.ranks):
+            if rank not in state.others or not (rank in self._peers or self._place(rank)):
+                continue
+            peer = self._peers[rank]
+            number = max(self._agreed.get((channel, rank), 0), state.number - RING)
+            ring = peer.ring(channel)
+            while number < newest:
+                # Equal texts have equal hashes; offsets and channel indices are each process's own.
+                mine = state.recent[(number + 1) & (RING - 1)][0][16:]
+                if not peer.agrees(ring, number + 1, mine):
+                    theirs = peer.entry(channel, number + 1)
+                    if theirs is None or theirs.number <= number:
+                        break  # not begun, or not known
+                    if theirs.number == number + 1 and theirs.label[16:] != mine:
+                        if place := peer.place_in(theirs):
+                            found.append(place)
+                        break
+                number += 1
+            self._agreed[channel, rank] = number
+        return sorted(found, key=lambda place: place.rank)
+
+    def verdict(self, channel: str, number: int) -> str | None:
+        """Why waiting on in operation `number` of `channel` is hopeless, or None while it may still end."""
+        if channel not in self._channels:
+            return None
+        for theirs in self._differences(channel, number):
+            mine = self._own(channel, theirs.number)
+            return (
+                f"rank {theirs.rank} began {theirs.operation} where rank {self.rank} began "
+                f"{mine.operation if mine else 'another operation'}"
+            )
+        for rank in sorted(self._channels[channel].others):
+            if reason := self._missing(rank, channel, number):
+                return reason
+        return self._mutual_wait(channel, number)
+
+    def _own(self, channel: str, number: int) -> Place | None:
+        self._place(self.rank)
+        own = self._peers.get(self.rank)
+        entry = own.entry(channel, number) if own else None
+        return own.place_in(entry) if own and entry and entry.number == number else None
+
+    def _missing(self, rank: int, channel: str, number: int) -> str | None:
+        place, peer = self._place(rank), self._peers.get(rank)
+        if place is None or peer is None or (place.alive and not place.left):
+            return None
+        entry = peer.entry(channel, number)
+        begun = entry is not None and entry.number >= number
+        if entry is not None and begun and (entry.number > number or entry.ended):
+            return None  # it had done its part: rank 1 may leave while others still pass its data on
+        if begun and place.left and place.since_s < SETTLED_S:
+            return None  # it left in good order with the operation in flight: that may still arrive
+        return str(place)
+
+    def _mutual_wait(self, channel: str, number: int) -> str | None:
+        """A circle of ranks, each waiting in an operation that the next, itself waiting, has not begun.
+
+        Definite: an edge is looked up after all places were read, and a rank whose edge still stands has not
+        left its wait. Ranks that compute are no part of any circle, however slow they are.
+        """
+        stuck = {
+            place.rank: place
+            for place in self.places()
+            if place and place.waiting and place.alive and place.since_s >= SETTLED_S
+        }
+        me = stuck.get(self.rank)
+        if me is None or (me.channel, me.number) != (channel, number):
+            return None
+        circle = self._circle([self.rank], stuck, set())
+        sentences = (
+            f"rank {rank} waits in {stuck[rank].operation}, which rank {after} has not begun"
+            for rank, after in zip(circle, circle[1:] + circle[:1], strict=True)
+        )
+        return "; ".join(sentences) + ": none of them can go on" if circle else None
+
+    def _circle(self, path: list[int], stuck: dict[int, Place], seen: set[int]) -> list[int]:
+        seen.add(path[-1])
+        for rank in self._not_begun_by(stuck[path[-1]], stuck):
+            if rank in path:
+                return path[path.index(rank) :]
+            if rank not in seen and (circle := self._circle([*path, rank], stuck, seen)):
+                return circle
+        return []
+
+    def _not_begun_by(self, place: Place, stuck: dict[int, Place]) -> list[int]:
+        waiting, missing = self._peers.get(place.rank), []
+        for rank in stuck:
+            peer = self._peers.get(rank)
+            if rank != place.rank and peer and waiting and waiting.has_member(place.channel, rank):
+                entry = peer.entry(place.channel, place.number)
+                if entry is not None and entry.number < place.number:
+                    missing.append(rank)
+        return missing
+
+    def close(self) -> None:
+        """Leave: mark the record for those who have it open, and remove the file. May be called twice."""
+        if self._closed or os.getpid() != self._pid:  # a forked child must not remove its parent's file
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._words[LEFT_WORD] = time.monotonic_ns()
+        self._words.release()
+        self._map.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        try:
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+        except OSError:
+            pass  # the caller removed the directory first

@@ -1,0 +1,426 @@
+"""Every call of torch.distributed, tagged with the unit it serves.
+
+Gathers and reduces travel in two groups, so each kind needs one agreed order only among itself:
+a rank that skips a unit may issue a gather before a reduce where another does the opposite.
+A third group, always on the host, carries small agreements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.mesh import grid_of, named_by_members
+from fullshard.comm.recorder_files import remove_abandoned
+from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
+from fullshard.environment import launch
+from fullshard.errors import FullshardError, OptionError, report_errors_as
+
+SIMULATED = "simulated"  # the backend of fullshard.tools.simulation
+_GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ShardGroup:
+    """Ranks among which a buffer is cut in equal rows. Gathers and reduces have a group each."""
+
+    def __init__(self, comm: Comm, ranks: list[int], name: str) -> None:
+        self._comm, self._watchdog = comm, comm.watchdog
+        self.rank, self.ranks = ranks.index(comm.world_rank), len(ranks)
+        self._gather_name, self._reduce_name = f"gather{name}", f"reduce{name}"
+        for channel in (self._gather_name, self._reduce_name):
+            comm.recorder.declare(channel, [comm.members.index(r) for r in ranks])
+        self.gather_group, self.reduce_group = new_group(ranks), new_group(ranks)
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+        """All ranks' rows into `full`, as bytes; this rank's own is written already."""
+        if self.ranks == 1:
+            return None
+        comm, channel = self._comm, self._gather_name
+        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
+            work = self.gather_group._allgather_base(full, own, _GATHER)
+            return Operation(self._watchdog, work, channel, number, None)
+        host = torch.empty(full.shape, dtype=full.dtype)
+        mine = host.view(self.ranks, -1)[self.rank]
+        mine.copy_(own)
+        work = self.gather_group._allgather_base(host, mine, _GATHER)
+        return Operation(self._watchdog, work, channel, number, lambda: full.copy_(host))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+        """Row r of `sent` goes to rank r; what each rank sent to this one arrives in rows. As bytes."""
+        comm, channel = self._comm, self._reduce_name
+        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            work = self.reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
+            return Operation(self._watchdog, work, channel, number, None)
+        host_sent, host = sent.cpu(), torch.empty(received.shape, dtype=received.dtype)
+        work = self.reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
+        return Operation(self._watchdog, work, channel, number, lambda: received.copy_(host))
+
+    def scatter(self, own: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+        """Row r of every rank's `sent`, summed on the way, arrives at rank r."""
+        comm, channel = self._comm, self._reduce_name
+        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        if not comm.staged:
+            work = self.reduce_group._reduce_scatter_base(own, sent, _SCATTER)
+            return Operation(self._watchdog, work, channel, number, None)
+        host = torch.empty(own.shape, dtype=own.dtype)
+        work = self.reduce_group._reduce_scatter_base(host, sent.cpu(), _SCATTER)
+        return Operation(self._watchdog, work, channel, number, lambda: own.copy_(host))
+
+
+class Comm:
+    """This rank's connections for one sharded model.
+
+    `line` is what units are gathered in. With `two_level` the grid's columns are shards too: interval
+    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep whole columns,
+    and `across` is the line on which those of one column put theirs together.
+    """
+
+    def __init__(self, device: torch.device, grid: torch.Tensor, two_level: bool) -> None:
+        self.device = device
+        self.world_rank = dist.get_rank()
+        self.members = sorted(int(r) for r in grid.flatten())
+        row, column = (int(v[0]) for v in torch.where(grid == self.world_rank))
+        inner, outer = grid[row].tolist(), grid[:, column].tolist()
+        self.all_ranks = len(self.members)
+        self.two_level = two_level and len(outer) > 1
+        self.replica = 0 if self.two_level else row
+        if self.two_level:
+            self.rank, self.ranks, self.replicas = column * len(outer) + row, self.all_ranks, 1
+        else:
+            self.rank, self.ranks, self.replicas = column, len(inner), len(outer)
+        # gloo moves host memory: device tensors are staged through it.
+        self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
+        self.step = 0
+        self.phase = "shard"
+        self._control_group = new_group(self.members, backend="gloo")
+        self._source = self.members[0]
+        self.recorder = self._open_recorder(outer)
+        host_waits = device.type == "cpu" or self.staged
+        self.watchdog = Watchdog(self.recorder, host_waits, launch().stall_timeout_s)
+        self.shard_group = ShardGroup(self, inner, "")
+        self.cross_node_group = ShardGroup(self, outer, " across") if self.two_level else None
+        self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
+        if self.two_level:
+            self._small_group = new_group(self.members)
+        self._shard_members = self.members if self.two_level else inner
+        self._joined: Any = None
+        self._replica_group = new_group(outer) if self.replicas > 1 else None
+        # On the device the first rank's values go down its column of the grid, then along every row.
+        self._row_source, self._column_source = inner[0], outer[0]
+        self._column_group = (
+            self.cross_node_group.gather_group if self.cross_node_group is not None else self._replica_group
+        )
+        self._first_column = column == 0
+        self._by_device = device.type != "cpu" and int(grid[0, 0]) == self._source
+        self._ones: dict[int, torch.Tensor] = {}
+        self._side: Any = None
+        self._pending_report: Operation | None = None  # in flight, waited for in the next step
+
+    # ---- hot path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        return self  # copies of a model, and of its state dict's values, control over the same groups
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+        """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
+        if not self.two_level:
+            return self.shard_group.gather(full, own, unit)
+        assert self.cross_node_group is not None
+        share = full.view(self.shard_group.ranks, -1)[self.shard_group.rank]
+        with self._side_stream():
+            # Waited for here: what follows needs it, and all ranks must issue that in one order.
+            operation = self.cross_node_group.gather(share, own, unit)
+            if operation is not None:
+                operation.wait()
+            return self.shard_group.gather(full, share, unit)
+
+    def _side_stream(self) -> Any:
+        """A stream that may wait for the wire while the current one computes."""
+        if self.watchdog.host_waits:
+            return contextlib.nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
+
+    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+        """Summed gradient intervals back to every rank (strategy replicate)."""
+        if self.ranks == 1:
+            return None
+        number = self.recorder.begin("reduce", self.phase, unit, self.step)
+        target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
+        source = own.cpu() if self.staged else own
+        work = _all_gather(
+            as_bytes(target), as_bytes(source), group=self.shard_group.reduce_group, async_op=True
+        )
+        after = (lambda: whole.copy_(target)) if self.staged else None
+        return Operation(self.watchdog, work, "reduce", number, after)
+
+    def sum_replicas(self, shard: torch.Tensor, unit: str) -> Operation:
+        """Sum equal shards over the replicas of a hybrid mesh, in place."""
+        return self._start_all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, unit)
+
+    # ---- once a step
+
+    def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that hold different shards; returns the summed tensor."""
+        return self._small(values, dist.ReduceOp.SUM)
+
+    def max_everywhere(self, values: torch.Tensor) -> None:
+        """Maximum over all members, replicas included, in place."""
+        self.max_shards(values)
+        if self._replica_group is not None:
+            self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group, "gradients")
+
+    def report_all_used(self, count: int) -> None:
+        """This rank's part of `max_everywhere(ones)`, whose result it need not wait for."""
+        if self._pending_report is not None:
+            self._pending_report.wait()
+            self._pending_report = None
+        ones = self._ones.get(count)
+        if ones is None:
+            ones = self._ones[count] = torch.ones(count, dtype=torch.uint8, device=self.device)
+        if self.replicas > 1:
+            self.max_everywhere(ones)
+        else:
+            self._pending_report = self._start_all_reduce(
+                ones, dist.ReduceOp.MAX, self._small_group, "gradients"
+            )
+            if self.watchdog.profiled:
+                self._pending_report.wait()
+
+    def max_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
+        if self._small_ranks == 1 or not values.is_floating_point():
+            return self._small(values, dist.ReduceOp.MAX)
+        nan = torch.isnan(values)
+        both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
+        largest, flags = self._small(both, dist.ReduceOp.MAX)
+        return values.copy_(largest.masked_fill(flags > 0, float("nan")))
+
+    def min_shards(self, values: torch.Tensor) -> torch.Tensor:
+        if values.is_floating_point():
+            return self.max_shards(values.neg_()).neg_()
+        return self._small(values, dist.ReduceOp.MIN)
+
+    def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self._small_ranks > 1:
+            self._all_reduce(values, op, self._small_group, "gradients")
+        return values
+
+    def _all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> None:
+        self._start_all_reduce(values, op, group, unit).wait()
+
+    def _start_all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> Operation:
+        channel = "replica" if group is self._replica_group else "reduce"
+        number = self.recorder.begin(channel, self.phase, unit, self.step)
+        flat = torch.view_as_real(values) if values.is_complex() else values
+        target = flat.cpu() if self.staged else flat
+        work = dist.all_reduce(target, op=op, group=group, async_op=True)
+        after = (lambda: flat.copy_(target)) if self.staged else None
+        return Operation(self.watchdog, work, channel, number, after)
+
+    # ---- agreements on the host, over all members
+
+    def all_gather_int(self, value: int) -> list[int]:
+        """Every rank's number, by rank."""
+        return [int(v) for v in self.all_gather_ints([value])[:, 0]]
+
+    def barrier(self, phase: str) -> None:
+        """Every rank must call this now: one that is elsewhere, and stands still there, is an error."""
+        self.phase = phase
+        if self.all_ranks > 1:
+            number = self.recorder.begin("control", phase, "agreement", self.step)
+            mine = torch.zeros(1, dtype=torch.int64)
+            rows = torch.empty(self.all_ranks, dtype=torch.int64)
+            work = _all_gather(rows, mine, group=self._control_group, async_op=True)
+            self.watchdog.wait_for(work, "control", number, watch=IdleWatch(self.recorder))
+            self.check_agreement()
+
+    def all_gather_ints(self, values: Sequence[int]) -> torch.Tensor:
+        """Every rank's numbers: one row a rank."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        if self.all_ranks == 1:
+            return mine[None]
+        number = self.recorder.begin("control", self.phase, "agreement", self.step)
+        rows = torch.empty(self.all_ranks, len(values), dtype=torch.int64)
+        work = _all_gather(rows.view(-1), mine, group=self._control_group, async_op=True)
+        self.watchdog.wait_for(work, "control", number)
+        return rows
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's plain object, by rank. Not for the hot path."""
+        if self.all_ranks == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.all_ranks
+        dist.all_gather_object(gathered, value, group=self._control_group)
+        return gathered
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """The first rank's values, in place, on every rank."""
+        if self.all_ranks == 1 or not values.numel():
+            return
+        if self._by_device and not self.staged and values.device == self.device and values.is_contiguous():
+            if self._column_group is not None and self._first_column:
+                dist.broadcast(as_bytes(values), src=self._column_source, group=self._column_group)
+            if self.shard_group.ranks > 1:
+                dist.broadcast(as_bytes(values), src=self._row_source, group=self.shard_group.gather_group)
+            return
+        group = self._control_group
+        direct = values.device.type == "cpu" and values.is_contiguous()
+        target = values if direct else values.cpu().contiguous()
+        dist.broadcast(as_bytes(target), src=self._source, group=group)
+        if target is not values:
+            values.copy_(target)
+
+    def raise_together(self, error: FullshardError | None) -> None:
+        """If any rank failed, every rank raises the same exception, which names the ranks at fault."""
+        raise_first_error(error, self.world.members, self.world.all_gather_object(error_fields(error)))
+
+    def join(self, world: Any) -> None:
+        """The tensor-parallel groups of these ranks hold other parts: sums of shards go over them, too."""
+        small = world.tp_ranks_of(self._shard_members)
+        self._small_group, self._small_ranks = new_group(small), len(small)
+        self._joined = world
+
+    @property
+    def world(self) -> Any:
+        """All ranks of the model: more than these if it is tensor-parallel as well."""
+        return self if self._joined is None else self._joined
+
+    def broadcast_in_tp_group(self, values: Sequence[torch.Tensor]) -> None:
+        """What tensor parallelism has not cut is the first rank's on all its ranks, too."""
+        if self._joined is not None and values:
+            flat = torch.cat([as_bytes(v.contiguous()) for v in values])
+            self._joined.broadcast(flat)
+            sizes = [v.numel() * v.element_size() for v in values]
+            for value, part in zip(values, torch.split(flat, sizes), strict=True):
+                value.copy_(part.view(value.dtype).view(value.shape))
+
+    def check_agreement(self) -> None:
+        """At the end of each pass: were all ranks of this host in the same operations?"""
+        self.watchdog.check_agreement()
+
+    def _open_recorder(self, replicate: list[int]) -> FlightRecorder:
+        """Ranks of one host share a folder of records; the first rank's word names the run."""
+        token = [hashlib.sha1(os.urandom(16)).hexdigest()[:16]]
+        if self.all_ranks > 1:
+            dist.broadcast_object_list(token, src=self._source, group=self._control_group)
+        # Memory, where there is such a folder: written pages of a disk could stall the hot path.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        prefix = f"fullshard-{os.getuid()}-"
+        remove_abandoned(memory, prefix)
+        folder = os.path.join(memory, prefix + token[0])
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        recorder = FlightRecorder(folder, self.members.index(self.world_rank), self.all_ranks)
+        recorder.declare("replica", [self.members.index(r) for r in replicate])
+        weakref.finalize(self, _close, recorder, folder)
+        if self.all_ranks > 1:
+            dist.barrier(group=self._control_group)
+        return recorder
+
+
+def _close(recorder: FlightRecorder, folder: str) -> None:
+    recorder.close()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Any dtype in_flight as bytes: bool, complex and 8-bit floats included."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(-1).view(torch.uint8)
+
+
+def new_group(ranks: list[int], backend: str | None = None, timeout: timedelta | None = None) -> Any:
+    if dist.get_backend() in (SIMULATED, "fake"):  # the second is torch's own, for tests
+        # The other ranks are not there: agreements on the host are simulated too, and names are alike.
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    with named_by_members(ranks):
+        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+def start() -> bool:
+    """Start the default process group if there is none: from the launcher, or as a world of one."""
+    if dist.is_initialized():
+        report_errors_as(dist.get_rank())
+        return False
+    launched = launch()
+    report_errors_as(launched.rank)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if launched.rendezvous:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(launched.local_rank % torch.cuda.device_count())
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return True
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else launch().rank
+
+
+def rank_count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else launch().ranks
+
+
+def error_fields(error: FullshardError | None) -> tuple[type[FullshardError], str, str] | None:
+    return None if error is None else (type(error), error.what, error.remedy)
+
+
+def raise_first_error(error: FullshardError | None, members: list[int], errors: list[Any]) -> None:
+    if error is not None:
+        raise error
+    for rank, other in zip(members, errors, strict=True):
+        if other is not None:
+            kind, what, remedy = other
+            raise kind(f"rank {rank} reports: {what}", remedy)
+
+
+def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
+    """Rows are shard groups, columns replicas. None is all ranks: one row, or with hybrid one a node."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if mesh is not None:
+        return grid_of(mesh, hybrid, rank, ranks)
+    inner = launch().local_ranks if hybrid else ranks
+    if ranks % inner:
+        raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
+    return torch.arange(ranks).view(-1, inner)
+
+
+def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, sum_bytes: int) -> bool:
+    """Whether a reduce-scatter sends less between nodes than an all-to-all would.
+
+    It sums inside a node before it crosses to the next, so what crosses is the sum's bytes divided by the
+    ranks of a node; in an all-to-all every rank's own message crosses. Inside one node, or with one rank a
+    node, the all-to-all of narrower gradients sends less. gloo's reduce-scatter is an all-reduce.
+    """
+    rank, inner = dist.get_rank(), launch().local_ranks
+    backend = dist.get_backend()
+    if backend == SIMULATED:
+        world: Any = dist.group.WORLD
+        inner = world.node_ranks or dist.get_world_size()
+    elif device.type == "cpu" or backend == "gloo":
+        return False
+    row = grid[int(torch.where(grid == rank)[0][0])].tolist()
+    nodes = len({r // inner for r in row})
+    return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)

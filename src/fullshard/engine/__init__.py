@@ -1,0 +1,1 @@
+"""One training step: gather, compute, release, reduce, hand out gradients."""

@@ -1,0 +1,235 @@
+"""Buffers of gradients on their way: what a lane sends, what postponed up, and the look at `p.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.watchdog import Operation
+from fullshard.engine.lane import Lane, LaneGradients, piece_view
+from fullshard.engine.quantize import add_rows, pack
+from fullshard.errors import GradientError, unit_label
+from fullshard.plan.layout import Piece
+from fullshard.precision import packed_bytes
+
+_grad = attrgetter("grad")
+
+
+class SendBuffer:
+    """A lane's send buffer: memory only while gradients flight, views that stay."""
+
+    def __init__(self, lane: Lane, dtype: torch.dtype) -> None:
+        self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
+        self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
+        self.as_bytes = as_bytes(self.flat)
+        # Blocks of 8 bits share a scale: what lies between parameters must not be in it.
+        self._gaps = _gaps(self.flat, lane.layout.pieces) if lane.dtypes.eight_bit_wire else []
+        self._storage = self.flat.untyped_storage()
+        self.size_bytes = self._storage.nbytes()
+        self._places = [(place, self.views[index]) for index, place in lane.places.items()]
+        self._keeps_memory = lane.keeps_memory
+        self.is_open = False
+        self.close()
+
+    @property
+    def written(self) -> bool:
+        """A matrix product has left a gradient here."""
+        return any(place.view is None for place, _ in self._places)
+
+    def invite(self) -> None:
+        """Matrix products of a backward that begins may write here, each once.
+
+        Not again while it is open: a unit that begins a second time (segments of reentrant checkpointing)
+        has gradients here that a second product would write over.
+        """
+        if self.is_open:
+            return
+        self.open()
+        for place, view in self._places:
+            place.view = view
+
+    def open(self) -> None:
+        if self.is_open:
+            return
+        self.is_open = True
+        self._storage.resize_(self.size_bytes)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def close(self) -> None:
+        self.is_open = False
+        for place, _ in self._places:
+            place.view = None
+        if not self._keeps_memory:
+            self._storage.resize_(0)
+
+
+def _gaps(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    starts = [*(piece.start for piece in pieces[1:]), len(flat)]
+    pairs = zip(pieces, starts, strict=True)
+    return [flat[piece.stop : start] for piece, start in pairs if start > piece.stop]
+
+
+@dataclass
+class LaneReduction:
+    """What one lane needs to reduce: buffers, what postponed up, who was used since the last sum."""
+
+    lane: Lane
+    send_buffer: SendBuffer | None = None
+    accumulation: SendBuffer | None = None
+    has_accumulated: bool = False  # the accumulation has something that was not sent yet
+    accumulated_shard: torch.Tensor | None = None
+    used: list[bool] | None = None
+    residual: torch.Tensor | None = None  # what 8-bit gradients have left out so far
+
+    def drop_accumulated(self) -> None:
+        self.accumulated_shard = self.used = None
+        self.has_accumulated = False
+        if self.accumulation is not None:
+            self.accumulation.close()
+
+    def note(self, used: Sequence[bool]) -> None:
+        if self.lane.zero_unused and any(used):
+            used = [True] * len(used)
+        self.used = (
+            list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+        )
+
+
+@dataclass
+class InFlight:
+    """One exchange in flight."""
+
+    reduction: LaneReduction
+    sent: SendBuffer | torch.Tensor
+    received: torch.Tensor
+    operation: Operation | None
+    divisor: float
+    crossed: bool = False  # hybrid, sharded across: the second of two exchanges, between nodes
+
+    def over(self) -> bool:
+        return self.operation is None or self.operation.over()
+
+    def wait(self) -> None:
+        if self.operation is not None:
+            self.operation.wait()
+
+
+def look_at(lane: Lane) -> None:
+    """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
+    gradients = lane.gradients
+    shared = gradients is not None and gradients.shared()
+    current = list(map(_grad, lane.parameters))
+    if gradients is None or (shared and any(g is None for g in current)):
+        # Somebody kept gradients that he took off their parameters: leave them to him and begin new ones.
+        # What is still on its parameter is taken over below.
+        gradients = lane.gradients = LaneGradients(lane)
+    gradients.live = gradients.was_live = any(g is not None for g in current)
+    if not gradients.live:
+        return
+    for parameter, piece, view, value in zip(
+        lane.parameters, lane.layout.pieces, gradients.views, current, strict=True
+    ):
+        if value is view:
+            continue
+        with torch.no_grad():
+            if value is None:
+                view.zero_()
+            elif value.shape == view.shape:
+                view.copy_(value)
+                parameter.grad = view
+            else:
+                raise _foreign(lane, piece, value)
+
+
+def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
+    return GradientError(
+        f"{unit_label(lane.unit)}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)}, "
+        "which is not its shard's",
+        "Set p.grad to None before backward, or to a tensor of p's own shape.",
+    )
+
+
+def copy_into(send_buffer: SendBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Cast and copied in one go; what a matrix product wrote here already stays."""
+    views = send_buffer.views
+    if send_buffer.written:
+        pairs = list(zip(views, gradients, strict=True))
+        pairs = [(v, g) for v, g in pairs if g is None or g.data_ptr() != v.data_ptr()]
+        views, gradients = [v for v, _ in pairs], [g for _, g in pairs]
+    values = [g for g in gradients if g is not None]
+    if len(values) < len(views):
+        torch._foreach_zero_([v for v, g in zip(views, gradients, strict=True) if g is None])
+        views = [v for v, g in zip(views, gradients, strict=True) if g is not None]
+    if values:
+        torch._foreach_copy_(views, values)
+
+
+def mean_of_rows(rows: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
+    """The mean of one row a rank, added up in the dtype of `out`. Rows of bytes are 8-bit blocks."""
+    if rows.dtype == torch.uint8:
+        add_rows(rows, out, 1.0 / divisor)
+        return out
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    elif divisor == len(rows):
+        return torch.mean(rows, 0, dtype=out.dtype, out=out)  # one kernel instead of two
+    else:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+    return out if divisor == 1 else out.mul_(1.0 / divisor)
+
+
+def packed_gradients(reduction: LaneReduction, sent: SendBuffer, rows: int, feedback: bool) -> torch.Tensor:
+    """A lane's gradients in 8-bit blocks, one row for each rank they go to."""
+    values = sent.flat.view(rows, -1)
+    if feedback and reduction.residual is None:
+        reduction.residual = torch.zeros_like(values, dtype=torch.bfloat16)
+    packed = torch.empty(rows, packed_bytes(values.shape[1]), dtype=torch.uint8, device=values.device)
+    pack(values, packed, reduction.residual if feedback else None)
+    sent.close()
+    return packed
+
+
+def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
+    """Gradients of what tensor parallelism has not cut must be the same on all its ranks, to rounding.
+
+    They are not where a plain parameter works on activations that are cut: each rank then trains its own.
+    """
+    if comm.world is comm:
+        return
+    norms: dict[str, float] = {}
+    for reduction in reductions:
+        layout, gradients = reduction.lane.layout, reduction.lane.gradients
+        assert gradients is not None
+        for piece in layout.pieces:
+            if piece.region is not None and not piece.region.is_cut:
+                start, stop = layout.in_shard(piece, comm.rank)
+                norms[piece.name] = float(torch.linalg.vector_norm(gradients.own[start:stop].double()))
+    said = comm.world.all_gather_object(((comm.rank, comm.replica), norms))
+    floor = 1e-6 * max((norm for _, theirs in said for norm in theirs.values()), default=0.0)
+    first: dict[tuple[Any, str], tuple[int, float]] = {}
+    for rank, (place, theirs) in zip(comm.world.members, said, strict=True):
+        for name, norm in theirs.items():
+            other, same = first.setdefault((place, name), (rank, norm))
+            if abs(norm - same) > floor + 1e-2 * max(norm, same):
+                raise GradientError(
+                    f"the gradient of {name!r}, which tensor parallelism has not cut, has norm {norm:.6g} on "
+                    f"rank {rank} and {same:.6g} on rank {other}",
+                    "Put its module into the plan of parallelize_module (SequenceParallel for a norm whose "
+                    "input is cut by tokens); p.grad was not set.",
+                )
+
+
+def unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:
+    for piece, gradient in zip(lane.layout.pieces, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            return GradientError(
+                f"{unit_label(lane.unit)}: the gradient of {piece.name!r} is sparse",
+                "Use sparse=False, or ignore=.",
+            )
+    return GradientError(f"{unit_label(lane.unit)}: its gradients could not be packed: {error}")

@@ -1,0 +1,444 @@
+"""The hooks that drive a sharded model through forward and backward.
+
+When is a unit's backward over? Autograd runs nodes of one device in falling order of creation, so
+when the node that made a unit's *input* is about to run, everything the unit created has run. One hook
+per unit, none per parameter. Where there is no such node (the first unit, checkpoint segments), the
+end of the graph task is the signal.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.comm.groups import Comm, as_bytes
+from fullshard.engine.gather import Gathering, current_task
+from fullshard.engine.lane import Lane
+from fullshard.engine.reduce import Reduction
+from fullshard.engine.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
+from fullshard.engine.unit import NO_TASK, LiveUnit, State
+from fullshard.environment import return_memory_to_system
+from fullshard.errors import NotSupported, StateError, unit_label
+from fullshard.options import Options
+from fullshard.plan.plan import Plan
+from fullshard.plan.schedule import reduce_order
+
+_requires_grad = attrgetter("requires_grad")
+_tensor_hooks = attrgetter("_backward_hooks")
+_TRIM_EVERY = 10  # passes
+_SETTLED = 3
+_version = attrgetter("_version")
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Turn:
+    """What one autograd node means to us: units that end just before it, units that begin with it."""
+
+    __slots__ = ("begins", "ends", "runtime", "values")
+
+    def __init__(self, runtime: Runtime, values: tuple[int, int]) -> None:
+        self.runtime = runtime
+        self.values = values  # which values of the parameters its forward saw
+        self.ends: list[LiveUnit] = []
+        self.begins: list[LiveUnit] = []
+
+    def __call__(self, _: Any) -> None:
+        self.runtime.turn(self)
+
+
+class Runtime:
+    """Drives all units of one model."""
+
+    plan: Plan  # what it was built from
+    copier: Callable[[Runtime, dict[int, Any]], Runtime]
+    guard: Callable[[Runtime], None]  # watches parameters that train for use at rest
+    adopt_optimizer: Callable[[torch.optim.Optimizer], None]  # called with each optimizer at its first step
+    alone = True  # an optimizer that holds its parameters should hold no others
+
+    def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
+        self.units, self.root = list(units), units[0]
+        self.comm, self.options = comm, options
+        self.lanes = [lane for unit in units for lane in unit.lanes]
+        self.parameters = [p for lane in self.lanes for p in lane.parameters]
+        self.ignored: list[nn.Parameter] = []
+        self.gathering = Gathering(self.units, comm, options)
+        self.reduction = Reduction([unit.lanes for unit in self.units], comm, options)
+        self.reduction.before_send = self.gathering.pass_backward_to
+        self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
+        self._computing = [c for lane in self.lanes for c in lane.compute_parameters]
+        self._trainable = list(map(_requires_grad, self.parameters))
+        self._versions: list[int] | None = None
+        self._tasks: list[int] = []
+        self._passes = 0
+        self.steps = 0  # optimizer steps taken on these parameters
+        self._values = self._values_in_backward = (0, 0)
+        for unit in self.units:
+            unit.duplicate = self._duplicate
+        for lane in self.lanes:
+            lane.duplicate = self._duplicate
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return self.copier(self, memo)
+
+    def _duplicate(self, memo: dict[int, Any]) -> dict[int, Any]:
+        copy.deepcopy(self, memo)
+        return memo
+
+    # ---- forward
+
+    def before_forward(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit.entry_failed = True
+        if self.unfinished is not None:
+            self.unfinished()
+        if unit is self.root and unit.depth:
+            # A module inside that shares a parameter with the root is not a call of the root.
+            self.gathering.forget_interrupted(own_calls=int(module in unit.modules))
+        if current_task() != NO_TASK:
+            self._begin_backward()  # a recomputation may come before any of our nodes
+        elif unit is self.root and self.gathering.forward is None and self.gathering.inference is None:
+            self._begin_pass()
+        elif self.gathering.forward is None and unit.depth == 0:
+            self._follow_user()  # a part of the model is called by itself: no pass will notice it
+        try:
+            return self._enter(unit, module, args, kwargs)
+        except BaseException:
+            if unit is self.root and unit.depth == 0:
+                self.gathering.abandon_pass()
+            raise
+
+    def _enter(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.gathering.need(unit)
+        if unit.merged:
+            unit.meet(module, current_task() != NO_TASK)
+        unit.claims = max(0, unit.claims - 1)
+        dtype = self.options.precision.compute if unit.casts is None else unit.casts[0]
+        if dtype is not None:
+            args = cast_floats(args, dtype)
+            kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
+        node = first_node(args, kwargs) if torch.is_grad_enabled() else None
+        unit.enter(module)
+        unit.calls.append(node)
+        unit.entry_failed = False
+        return args, kwargs
+
+    def after_forward(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
+        if unit.entry_failed or not unit.calls:
+            unit.entry_failed = False
+            return output
+        node = unit.calls.pop()
+        unit.leave()
+        grad = torch.is_grad_enabled()
+        if type(output) is torch.Tensor:
+            output = unit.hand_out(grad, output)
+        else:
+            output = map_tensors(output, partial(unit.hand_out, grad))
+        hooked = grad and self._hook(unit, module, output, node)
+        unit.unhooked |= grad and not hooked and unit.trains()
+        dtype = unit.casts[1] if unit.casts else self.options.precision.outputs if unit is self.root else None
+        if dtype is not None and (unit.casts is None or module in unit.modules):
+            output = cast_floats(output, dtype)
+        if current_task() == NO_TASK:
+            gathering = self.gathering
+            if gathering.inference is not None:
+                gathering.inference.leave(unit)
+                return output
+            unit.called |= hooked or (gathering.forward is not None and gathering.grad_pass)
+            if unit is not self.root:
+                gathering.leave(unit, hooked)
+            elif unit.depth == 0:
+                gathering.end_pass(keep=hooked)
+                self.comm.check_agreement()
+        return output
+
+    def forget_failed_backward(self) -> None:
+        failed = self.gathering.backward is not None or self.reduction.in_flight
+        if failed and current_task() == NO_TASK:
+            self.reduction.drop()
+            self.gathering.recover()  # the last: if something raises here, the next call begins again
+
+    def _begin_pass(self) -> None:
+        self.forget_failed_backward()
+        self.refuse_unseen_backward()
+        self._follow_user()
+        self._passes += 1
+        if self._passes == _SETTLED and self.comm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what only the first steps needed: they learn the order, make states
+        if self._passes % _TRIM_EVERY == 0 and self.comm.device.type == "cpu":
+            return_memory_to_system()
+        self._values = self._current_values()
+        self.gathering.begin_pass(self._still_valid())
+        self.comm.phase = "forward"
+
+    def refuse_unseen_backward(self) -> None:
+        """A backward that came to a unit's parameters past all its nodes was never reduced: say so."""
+        if self.gathering.backward is not None or all(c.grad is None for c in self._computing):
+            return
+        unit = next(
+            u for u in self.units if any(c.grad is not None for x in u.lanes for c in x.compute_parameters)
+        )
+        for computing in self._computing:
+            computing.grad = None
+        raise StateError(
+            f"{unit_label(unit.name)}: a backward reached its parameters through a tensor that did not leave "
+            "it as its output, and these gradients were not reduced",
+            "Return the tensor from the block's forward, or keep it in an attribute of one of its modules.",
+        )
+
+    def _still_valid(self) -> bool:
+        """Kept full values outlive their pass only from one micro-batch inside fs.accumulate to the next.
+
+        Version counters alone are not enough to trust across passes: `p.data.copy_()` does not move
+        them, and a fused optimizer may not; so optimizer steps are counted as well.
+        """
+        before = self._versions
+        keeping = self.reduction.postponing and not self.options.releases_after_forward
+        self.gathering.keeping = keeping
+        now = [self.steps, *map(_version, self.parameters)] if keeping or before is not None else None
+        self._versions = now if keeping else None
+        return before is not None and before == now and not any(lane.assigned for lane in self.lanes)
+
+    def _follow_user(self) -> None:
+        """Freezing, unfreezing and tensor hooks set on parameters since the last pass take effect."""
+        trainable = list(map(_requires_grad, self.parameters))
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self.gathering.trainability_changed()
+            for computing, flag in zip(self._computing, trainable, strict=True):
+                computing.requires_grad_(flag)
+            self.guard(self)
+        for index, hooks in enumerate(map(_tensor_hooks, self.parameters)):
+            if hooks is not None and self._computing[index]._backward_hooks is not hooks:
+                self._computing[index]._backward_hooks = hooks
+
+    def _current_values(self) -> tuple[int, int]:
+        """Changes with every in-place edit of a parameter and every optimizer step.
+
+        The steps are counted because a fused optimizer does not touch a rank's empty shards.
+        """
+        return self.steps, sum(map(_version, self.parameters))
+
+    def _hook(
+        self, unit: LiveUnit, module: nn.Module, output: Any, node: torch.autograd.graph.Node | None
+    ) -> bool:
+        """Be told when the backward of this forward begins and ends; False if it has none."""
+        hooked = False
+        outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
+        if unit.left.get(module) != []:
+            outputs = chain(outputs, unit.results_in_attributes(module))
+        for tensor in outputs:
+            for made_by in nodes_of(tensor) if tensor.requires_grad else ():
+                begins = self._turn_of(made_by).begins
+                if unit not in begins:
+                    begins.append(unit)
+                hooked = True
+        if hooked and current_task() == NO_TASK:
+            unit.pending += 1
+            if node is not None:
+                self._turn_of(node).ends.append(unit)
+        return hooked
+
+    def _turn_of(self, node: torch.autograd.graph.Node) -> Turn:
+        turns: dict[Any, Turn] = node.metadata  # type: ignore[assignment]
+        turn = turns.get(self)
+        if turn is None:
+            values = self._values if self.gathering.forward is not None else self._current_values()
+            turn = turns[self] = Turn(self, values)
+            node.register_prehook(turn)
+        return turn
+
+    @contextmanager
+    def shown(self, unit: LiveUnit) -> Iterator[None]:
+        """Full parameters in the modules' places while a recomputation runs."""
+        if unit.depth == 0:
+            self._begin_backward()
+            self.gathering.need(unit)
+        unit.enter()
+        try:
+            yield
+        finally:
+            unit.leave()
+
+    # ---- backward
+
+    def turn(self, turn: Turn) -> None:
+        if torch.is_grad_enabled():  # only under create_graph
+            if turn.begins:
+                _refuse_double_backward(turn.begins[0])
+            with torch.no_grad():
+                self._take(turn)
+        else:
+            self._take(turn)
+
+    def _take(self, turn: Turn) -> None:
+        ended = [unit for unit in turn.ends if self._ended(unit)]
+        task = current_task()
+        for unit in turn.begins:
+            if unit.task != task or (unit.rereads and unit.state is not State.FULL):
+                self._begin(unit, turn.values)
+        for unit in ended:
+            self.reduction.done(unit.index, self._called)
+
+    def _called(self, index: int) -> bool:
+        return self.units[index].called
+
+    def _ended(self, unit: LiveUnit) -> bool:
+        unit.pending = max(0, unit.pending - 1)
+        if unit.pending or self.gathering.backward is None or unit.gradients_to_come():
+            return False  # used once more in this graph: the rest is still to come
+        if unit is not self.root and not self.gathering.keeping:
+            unit.release()
+        return True
+
+    def _begin(self, unit: LiveUnit, values: tuple[int, int]) -> None:
+        if unit.is_unsharded:
+            raise StateError("backward inside fs.full", "Leave `with fs.full(model):` before training.")
+        self._begin_backward()
+        if values != self._values_in_backward:
+            raise StateError(
+                f"{unit_label(unit.name)}: parameters changed between this forward and its backward",
+                "Run backward before optimizer.step() and before editing parameters in place.",
+            )
+        task = current_task()
+        if task not in self._tasks:
+            # A checkpoint segment of torch's reentrant kind runs a graph task of its own.
+            self._tasks.append(task)
+            _at_end_of_task(lambda: self._end_segment(task))
+        unit.task = task
+        self.gathering.began(unit)
+        self.reduction.skip_to(unit.index, unit.inner_indices, self._called)
+        if unit.rereads:
+            self.gathering.need(unit)
+        self.reduction.prepare(unit.index)
+
+    def _begin_backward(self) -> None:
+        if self.gathering.backward is not None:
+            return
+        self.comm.phase = "backward"
+        self._follow_user()  # a pass may have come since, with parameters frozen for it alone
+        self._tasks = [current_task()]
+        self._values_in_backward = self._current_values()
+        order = self.gathering.begin_backward()
+        self.reduction.diverges = self.gathering.diverges
+        with torch.no_grad():
+            self.reduction.begin(reduce_order(order))
+        _at_end_of_task(self._end_backward)
+
+    def _end_segment(self, task: int) -> None:
+        with torch.no_grad():
+            for unit in reversed(self.units):
+                if unit.task == task and unit is not self.root and not unit.to_recompute:
+                    unit.pending = 0
+                    if self._ended(unit):
+                        self.reduction.done(unit.index, self._called)
+
+    def _end_backward(self) -> None:
+        with torch.no_grad():
+            self.gathering.pass_rest_of_backward()
+            self.reduction.flush()
+            self.gathering.end_backward()
+            self.comm.check_agreement()  # before anything reaches p.grad
+            self.reduction.finish()
+            if not self.reduction.postponing:
+                self.comm.step += 1
+
+    # ---- fs.full
+
+    @contextmanager
+    def opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
+        """Parameters of these units hold whole values."""
+        if current_task() != NO_TASK or self.gathering.forward is not None:
+            raise StateError("fs.full inside a forward or backward", "Open it between steps.")
+        self.comm.phase = "full"
+        fresh = [unit for unit in units if not unit.is_unsharded]
+        for unit in fresh:
+            for lane in unit.lanes:
+                lane.unshard()
+            unit.is_unsharded = True
+        self.comm.check_agreement()
+        try:
+            yield
+        finally:
+            self.comm.phase = "full"
+            for unit in fresh:
+                unit.is_unsharded = False
+                for lane in unit.lanes:
+                    if writeback:
+                        lane.take_replaced()
+                        self._first_ranks_edits(lane, warn)
+                    lane.reshard(writeback)
+                unit.release()
+
+    def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
+        """Ranks that edited alike keep their own; where they differ the first rank's values are kept."""
+        whole = lane.rest if lane.replicated else lane.unsharded
+        if whole is None:
+            return
+        self.comm.broadcast_in_tp_group(lane.uncut_views(whole))
+        if self.comm.all_ranks == 1:
+            return
+        if len(set(self.comm.all_gather_int(_checksum(whole)))) > 1:
+            if warn:
+                warnings.warn(
+                    f"ranks left fs.full with different values in {unit_label(lane.unit)}; the first rank's "
+                    "are kept",
+                    stacklevel=4,
+                )
+            self.comm.broadcast(whole)
+
+
+def _checksum(values: torch.Tensor) -> int:
+    return zlib.crc32(as_bytes(values.detach().cpu()).numpy().data)
+
+
+def _refuse_double_backward(unit: LiveUnit) -> None:
+    if unit.releasable:
+        raise NotSupported(
+            f"{unit_label(unit.name)}: backward(create_graph=True) keeps references into released values",
+            "Use strategy='replicate' with precision='fp32', which never releases.",
+        )
+
+
+def _at_end_of_task(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def engine_of(module: Any) -> Runtime | None:
+    """What this very module carries, as a part of a sharded model. Asking begins nothing."""
+    return module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
+
+
+def is_sharded(module: Any) -> bool:
+    return engine_of(module) is not None
+
+
+def model_of(model: M) -> M:
+    """The model itself, where `model` is a wrapper that stands for it, and shards it when first used."""
+    inside = getattr(type(model), "fullshard_model", None)
+    return model if inside is None else inside(model)
+
+
+def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
+    """The engine of a sharded module. `used` ends the time in which torch_fsdp lets scripts initialise it."""
+    module = model_of(module)
+    runtime = engine_of(module)
+    if runtime is None or used:
+        marked = module if runtime is None else runtime.root.modules[0]
+        begin = marked.__dict__.get("_fullshard_begin") if isinstance(marked, nn.Module) else None
+        if begin is not None:
+            begin(marked)  # marked by torch_fsdp, to be sharded, or to have its values, when first used
+            runtime = engine_of(module)
+    if runtime is None:
+        raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
+    runtime.gathering.forget_interrupted()
+    return runtime

@@ -1,0 +1,186 @@
+"""Who we are: the only reader of the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fullshard.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said about this process; a world of one when it said nothing."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    rendezvous: bool = False
+    stall_timeout_s: float = 600.0
+
+
+def launch() -> Launch:
+    """Read torchrun's variables. A half-set environment is an error, not a guess."""
+    stall = _number("FULLSHARD_STALL_TIMEOUT_S", 600.0)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in names if os.environ.get(name)]
+    if not ({"RANK", "WORLD_SIZE"} & set(given)):
+        return Launch(stall_timeout_s=stall)  # an address alone says nothing about ranks
+    missing = [name for name in names if name not in given]
+    rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
+    if missing and not ("WORLD_SIZE" in given and ranks == 1):
+        raise OptionError(
+            f"the environment sets {', '.join(given)} but not {', '.join(missing)}",
+            "Launch with torchrun, which sets all four, or unset them to run as a world of one.",
+        )
+    if not 0 <= rank < ranks:
+        raise OptionError(
+            f"the environment sets RANK={rank} and WORLD_SIZE={ranks}",
+            "Launch with torchrun; ranks count from 0 to WORLD_SIZE - 1.",
+        )
+    return Launch(
+        rank=rank,
+        ranks=ranks,
+        local_rank=int(_number("LOCAL_RANK", rank)),
+        local_ranks=int(_number("LOCAL_WORLD_SIZE", ranks)),
+        rendezvous=not missing,
+        stall_timeout_s=stall,
+    )
+
+
+def fill_in(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+    """For a launcher that starts ranks and sets only some of torchrun's variables: set the others."""
+    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    for name, value in said.items():
+        os.environ.setdefault(name, str(value))
+
+
+def compute_device(device: torch.device) -> torch.device:
+    """Where shards live, for the device of a model: a meta model goes to this rank's GPU, or the CPU.
+
+    'cuda' alone is this rank's GPU too. Not the current one, as torch has it: where nobody has set that, all
+    ranks of a host would take the first. 'cpu:0' is the CPU: torch calls it unlike 'cpu', where tensors are.
+    """
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", launch().local_rank % torch.cuda.device_count())
+    return device
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and what a container's quota allows."""
+    try:
+        found = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        found = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(found, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return max(1, found)
+
+
+def set_default_variables(variables: dict[str, str]) -> list[str]:
+    """Set environment variables for processes that are started from here; which ones the user had not set."""
+    new = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in new})
+    return new
+
+
+def torchrun_defaults() -> dict[str, str]:
+    """Options of torchrun that its PET_ variables give."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("PET_")}
+    return {name.removeprefix("PET_").lower(): value for name, value in found.items()}
+
+
+def let_segments_grow() -> None:
+    """Have CUDA's allocator grow its segments instead of adding new ones, unless the user decided himself.
+
+    Full values, gradients and activations of different sizes come and go in turns, which leaves holes in
+    segments of fixed size. With this, 2 to 22 % above the allocated peak was reserved (docs/benchmarks.md).
+    """
+    said = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if not said and change is not None and torch.cuda.is_available():
+        change("expandable_segments:True")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this rank may still take on its device: its share of what is free there now."""
+    said = launch()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free // -(-said.local_ranks // torch.cuda.device_count()) + cached
+    return max(0, min(_host_free(), *_container_free())) // said.local_ranks
+
+
+def _host_free() -> int:
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_free() -> list[int]:
+    """What the limits of this container leave, where there are some (control groups, versions 2 and 1)."""
+    groups = Path("/sys/fs/cgroup")
+    pairs = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    found = [sys.maxsize]
+    for limit, used in pairs:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            cache = _file_cache(groups / Path(used).parent / "memory.stat")
+            found.append(int((groups / limit).read_text()) - int((groups / used).read_text()) + cache)
+    return found
+
+
+def _file_cache(stat: Path) -> int:
+    """Pages of files that the system gives up first."""
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    return int(fields.get("inactive_file", 0))
+
+
+def return_memory_to_system() -> None:
+    """Give released host buffers back to the system (glibc; elsewhere nothing happens).
+
+    Aligned blocks that come and go leave holes that older glibc does not use again: a run that held 25 MiB
+    of tensors grew to 1500 MiB of resident memory. Asking for direct mappings instead (M_MMAP_THRESHOLD)
+    made a step a quarter slower; a trim every few passes costs nothing that shows.
+    """
+    if _libc is not None:
+        _libc.malloc_trim(0)
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if hasattr(libc, "malloc_trim") else None
+    except OSError:
+        return None
+
+
+_libc = _load_libc()
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(
+            f"the environment variable {name} is {text!r}, not a number", "Launch with torchrun, or unset it."
+        ) from None

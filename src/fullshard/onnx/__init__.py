@@ -1,0 +1,1 @@
+"""ONNX files from live models and from checkpoints."""

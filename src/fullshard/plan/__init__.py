@@ -1,0 +1,1 @@
+"""From a model to a plan: units, layout, aliases, schedule. Pure: no tensor memory, no ranks."""

@@ -1,0 +1,1 @@
+"""Values outside a step: state dicts, copies, materialisation of meta-device models."""

@@ -1,0 +1,81 @@
+"""State dicts of optimizers that hold sharded parameters.
+
+From its first step, or from `fs.load`, on, an optimizer's `state_dict()` holds StateShards as the model's
+does: a bare shard under a full name is how people lose state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullshard.engine.lane import Lane
+from fullshard.engine.optimizers import owner
+from fullshard.plan.tensor_parallel import is_cut
+from fullshard.state.state_dict import StateShard, shard_of, to_rest
+
+
+def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
+    """State dicts of this optimizer know their whole shapes from now on; what was loaded before is cut."""
+    if _to_shards in optimizer._optimizer_state_dict_post_hooks.values():
+        return
+    optimizer.register_state_dict_post_hook(_to_shards)
+    optimizer.register_load_state_dict_post_hook(_to_own_elements)
+    _to_own_elements(optimizer)
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
+    """Where the parameters of an optimizer lie, by their identity; those whose state is whole left out."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
+    lanes = [lane for r in runtimes for lane in r.lanes if not lane.replicated or lane.specs]
+    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
+
+
+def _to_shards(optimizer: torch.optim.Optimizer, said: dict[str, Any]) -> dict[str, Any]:
+    places = _places(optimizer)
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(said["state"])  # its values are the optimizer's own dicts
+    for index, parameter in enumerate(order):
+        if index in state and id(parameter) in places:
+            lane, at = places[id(parameter)]
+            state[index] = {
+                key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
+                for key, value in state[index].items()
+            }
+    return {**said, "state": state}
+
+
+def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
+    """Element-wise state becomes a StateShard; a step count, say, is the same on every rank."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.shape != lane.shard_views[index].shape
+        or value.dim() == 0
+    ):
+        return value
+    if lane.replicated:
+        spec = lane.specs[index]
+        return value if spec is None else spec.wrap(value)
+    return shard_of(lane, index, value, key)
+
+
+def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
+    """What load_state_dict was given, whole values or StateShards: this rank's elements stay."""
+    places = _places(optimizer)
+    numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in places and places[id(parameter)][0].layout.pieces[places[id(parameter)][1]].shape:
+            numbers |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor) or id(parameter) not in places:
+            continue
+        lane, index = places[id(parameter)]
+        piece = lane.layout.pieces[index]
+        for key, value in state.items():
+            shard = isinstance(value, StateShard)
+            whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.global_shape
+            differs = isinstance(value, torch.Tensor) and value.shape != lane.shard_views[index].shape
+            if shard or (whole and key not in numbers and (is_cut(value) or differs)):
+                state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()

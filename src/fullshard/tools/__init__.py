@@ -1,0 +1,1 @@
+"""The command line, the planner and the simulator. Nothing in the engine imports from here."""

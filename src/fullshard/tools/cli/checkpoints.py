@@ -1,0 +1,185 @@
+"""`fullshard inspect`, `verify` and `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.errors import OptionError
+from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.printing import answer, progress
+from fullshard.tools.cli.values import size
+
+if TYPE_CHECKING:
+    from fullshard.onnx.files import Subject
+
+_Path = Annotated[Path, typer.Argument(metavar="PATH", help="A folder that fs.save wrote, or another's.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _inspect(
+    path: _Path,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor with its dtype and shape.")
+    ] = False,
+    json: _Json = False,
+) -> int:
+    from fullshard.checkpoint.tools.inspecting import inspect
+
+    return answer(inspect(path, tensors), json)
+
+
+def _verify(path: _Path, json: _Json = False) -> int:
+    from fullshard.checkpoint.tools.verifying import verify
+
+    with progress("checked") as show:
+        found = verify(path, show)
+    return answer(found, json)
+
+
+def _export(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder that fs.save wrote.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="A folder that is not there yet.")
+    ] = None,
+    onnx: Annotated[
+        Path | None, typer.Option("--onnx", metavar="FILE", help="An ONNX file that is not there yet.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of floating point tensors (as stored)."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", metavar="safetensors|dcp", help="(safetensors)")
+    ] = None,
+    file_size: Annotated[
+        str | None, typer.Option("--file-size", metavar="SIZE", help="Of one safetensors file at most (5GB).")
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not compare the ONNX file with torch's logits.")
+    ] = False,
+) -> int:
+    if (to is None) == (onnx is None):
+        what = "neither --to nor --onnx says" if to is None else "--to and --onnx both say"
+        raise OptionError(
+            f"{what} where to write", "Give --to DIR for a folder of tensors, or --onnx FILE for ONNX."
+        )
+    if onnx is not None:
+        if dtype or form or file_size:
+            raise OptionError("--dtype, --format and --file-size are for --to", "Leave them out with --onnx.")
+        return _export_onnx(path, onnx, not no_check)
+    if no_check:
+        raise OptionError("--no-check is for --onnx", "Leave it out with --to.")
+    assert to is not None
+    return _export_tensors(path, to, dtype, form, file_size)
+
+
+def _export_onnx(path: Path, file: Path, check: bool) -> int:
+    from fullshard.onnx.files import export_checkpoint
+    from fullshard.training.gpt import FILE
+
+    subject = _gpt(path) if (path / FILE).is_file() else None
+    print("\n".join(export_checkpoint(path, file, check, subject)))
+    return 0
+
+
+def _gpt(path: Path) -> Subject:
+    """The built-in GPT: token ids in, logits out."""
+    import torch
+
+    from fullshard.onnx.files import Subject
+    from fullshard.training.gpt import GPT, GPTConfig
+
+    shape = GPTConfig.read(path)
+    dice = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocabulary, (3, min(13, shape.context)), generator=dice)
+    return Subject(GPT(shape), {"tokens": tokens})
+
+
+def _export_tensors(path: Path, to: Path, dtype: str | None, form: str | None, file_size: str | None) -> int:
+    from fullshard.checkpoint.tools.export import DTYPES, FORMATS, Wish, export
+
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"--dtype is {dtype!r}", f"Choose one of {', '.join(DTYPES)}.")
+    if form is not None and form not in FORMATS:
+        raise OptionError(f"--format is {form!r}", f"Choose one of {', '.join(FORMATS)}.")
+    if form == "dcp" and (dtype or file_size):
+        raise OptionError("--dtype and --file-size are for safetensors", "Leave them out with --format dcp.")
+    wish = Wish(None if dtype is None else DTYPES[dtype], form or "safetensors")
+    if file_size is not None:
+        remedy = "Write it as 5GB or 500MiB."
+        most = size(file_size, "--file-size", remedy)
+        if most < 1:
+            raise OptionError(f"--file-size is {file_size!r}", remedy)
+        wish = Wish(wish.dtype, wish.format, most)
+    with progress("exported") as show:
+        done = export(path, to, wish, show)
+    return answer(done, False)
+
+
+INSPECT = Command(
+    "inspect",
+    _inspect,
+    "say what a checkpoint is and holds",
+    """\
+It reads manifest and headers alone; no tensor is read. PATH may be
+  a folder that fs.save wrote  when, by what, on how many ranks; tensors, optimizer,
+                               extra values, files
+  a folder of such folders     each with its step, time and size; complete or not;
+                               the newest is marked
+  a Hugging Face model         a folder, or one safetensors file
+  a DCP folder                 of torch.distributed.checkpoint""",
+    """\
+examples:
+  fullshard inspect runs/gpt                      which checkpoints are there
+  fullshard inspect runs/gpt/step-300 --tensors   every tensor, dtype and shape
+  fullshard inspect runs/gpt/step-300 --json | jq .extra.step
+
+Exit code 0: fine; 1: damaged or not finished; 2: PATH is none of these.""",
+)
+VERIFY = Command(
+    "verify",
+    _verify,
+    "check every byte of a checkpoint",
+    """\
+Every byte is compared with the checksums in the manifest. Every damaged place is listed
+with its file, its bytes and the tensors that lie there. Memory stays small, whatever
+the size.
+
+fs.load checks what it reads by itself: this is for a checkpoint that was copied, or has
+lain for long. A Hugging Face model or a DCP folder carries no checksums; of those the
+form is checked.""",
+    """\
+examples:
+  fullshard verify runs/gpt/step-300
+  fullshard verify runs/gpt/step-300 --json | jq -r '.damage[].tensors[]'
+
+Exit code 0: sound; 1: damaged or not finished; 2: PATH is no checkpoint, or may not be
+read.""",
+)
+EXPORT = Command(
+    "export",
+    _export,
+    "write a checkpoint's model as plain safetensors, for DCP, or as ONNX",
+    """\
+--to DIR writes a new folder: plain safetensors under the model's own names, config.json
+and the like beside them, an index if there are several files. `from_pretrained` loads
+it, and it can go to the hub as it is. The parts of a save with files='parts' are put
+together. Every byte is checked on the way, tensors pass through a piece at a time, and
+the folder appears only when it is complete. It holds no optimizer. It does hold a
+manifest, so that `fullshard verify` works on it wherever it was copied to; who edits
+config.json there removes fullshard.json.
+
+--onnx FILE writes the model, of Hugging Face or the built-in GPT, as ONNX by torch's
+exporter, and compares what onnxruntime makes of it with torch's logits.""",
+    """\
+examples:
+  fullshard export runs/gpt/step-300 --to gpt-final --dtype bf16
+  fullshard export runs/gpt/step-300 --to gpt-dcp --format dcp
+  fullshard export runs/gpt/step-300 --onnx gpt.onnx
+
+Exit code 0: done; 1: the checkpoint is damaged; 2: something is there already, or
+cannot be written.""",
+)

@@ -1,0 +1,86 @@
+"""`fullshard env`: what a bug report should say."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from fullshard.environment import cores
+from fullshard.extras import TRIED
+from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.printing import as_json_text, table
+from fullshard.version import VERSION
+
+_OTHERS = ("numpy", "safetensors", "peft", "isal", "typer", "rich", "onnx", "onnxruntime", "onnxscript")
+
+
+def _machine(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> int:
+    facts = _facts()
+    if json:
+        as_json_text(facts)
+        return 0
+    rows = [(name, str(value)) for name, value in facts.items() if name != "libraries"]
+    rows += [(name, _library(said)) for name, said in facts["libraries"].items()]
+    table(("what", "here"), rows, left=(0, 1))
+    return 0
+
+
+def _facts() -> dict[str, Any]:
+    backends = torch.distributed
+    available = {
+        "gloo": backends.is_gloo_available(),
+        "nccl": backends.is_nccl_available(),
+        "mpi": backends.is_mpi_available(),
+    }
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "fullshard": VERSION,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda,
+        "backends": ", ".join(name for name, there in available.items() if there) or "none",
+        "devices": ", ".join(f"{one.name} ({one.total_memory / 2**30:.0f} GiB)" for one in devices) or "CPU",
+        "cores": cores(),
+        "libraries": {name: _said(name) for name in (*TRIED, *_OTHERS)},
+    }
+
+
+def _said(name: str) -> dict[str, Any]:
+    try:
+        found: str | None = version(name)
+    except PackageNotFoundError:
+        found = None
+    tried = TRIED.get(name)
+    known = None if tried is None or found is None else ".".join(found.split(".")[:2]) in tried
+    return {"version": found, "tried": known, "tested_with": None if tried is None else list(tried)}
+
+
+def _library(said: dict[str, Any]) -> str:
+    if said["version"] is None:
+        return "not installed"
+    if said["tried"] is False:
+        return f"{said['version']}, NOT TRIED: tests run with {' or '.join(said['tested_with'])}"
+    return str(said["version"])
+
+
+MACHINE = Command(
+    "env",
+    _machine,
+    "say what is installed here, for a bug report",
+    """\
+Versions of fullshard, Python, torch and the libraries that the doors are tested with;
+backends and devices. It names no path and no host.""",
+    """\
+examples:
+  fullshard env
+  fullshard env --json
+
+Exit code 0.""",
+)

@@ -1,0 +1,86 @@
+"""How answers look: plain text in a pipe, tables and a progress bar by rich on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fullshard.checkpoint.tools.commands import Progress, Report, quiet
+
+
+def answer(report: Report, as_json: bool) -> int:
+    """Print what a command found; its exit code."""
+    if as_json:
+        as_json_text(report.data)
+    else:
+        print("\n".join(report.lines))
+    return 1 if report.damaged else 0
+
+
+def as_json_text(data: Any) -> None:
+    print(json.dumps(data, indent=1))
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = (), left: Sequence[int] = (0,)
+) -> None:
+    """A table of numbers, with words in the columns `left`.
+
+    In a pipe columns are two blanks apart and every row is one line, however wide: `grep` reads it.
+    """
+    if sys.stdout.isatty():
+        _rich_table(head, rows, styles, left)
+        return
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    for row in cells:
+        line = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(line).rstrip())
+
+
+def _rich_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], left: Sequence[int]
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(head):
+        drawn.add_column(name, justify="left" if index in left else "right", overflow="fold")
+    for index, row in enumerate(rows):
+        drawn.add_row(*map(Text, row), style=styles[index] if styles else None)
+    Console().print(drawn)
+
+
+@contextmanager
+def progress(verb: str) -> Iterator[Progress]:
+    """A bar on a terminal, gone when the work is done; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield quiet
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
+        task = bar.add_task(verb, total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield show

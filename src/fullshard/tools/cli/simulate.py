@@ -1,0 +1,298 @@
+"""`fullshard simulate`."""
+
+from __future__ import annotations
+
+import json as _json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+
+from fullshard.environment import compute_device
+from fullshard.errors import OptionError
+from fullshard.options import ACROSS, REDUCE, STRATEGIES
+from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.printing import table
+from fullshard.tools.cli.values import one_of, size
+
+if TYPE_CHECKING:
+    from fullshard.tools.simulation.network import Network
+    from fullshard.tools.simulation.run import Result, Scenario
+    from fullshard.tools.simulation.timeline import Timeline
+
+_CLUSTER, _TRAINING, _MEASURING = "The cluster", "The training", "Measuring"
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """The network as it was written."""
+
+    ranks: int
+    link: str
+    latency: str
+    node_ranks: int | None
+    inside: str | None
+
+    def network(self) -> Network:
+        from fullshard.tools.simulation.network import Link, Network, bandwidth, duration
+
+        latency = duration(self.latency)
+        inside = None if self.inside is None else Link(bandwidth(self.inside), latency)
+        return Network(self.ranks, Link(bandwidth(self.link), latency), self.node_ranks, inside)
+
+
+def _simulate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A preset, FILE.py:FUNCTION or package.module:FUNCTION that returns (model, batch).",
+        ),
+    ] = None,
+    presets: Annotated[bool, typer.Option("--list", help="List the presets and exit.")] = False,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks.", rich_help_panel=_CLUSTER)] = 8,
+    rank: Annotated[
+        int, typer.Option("--rank", metavar="R", help="The rank that is played.", rich_help_panel=_CLUSTER)
+    ] = 0,
+    link: Annotated[
+        str,
+        typer.Option(
+            "--link",
+            metavar="RATE",
+            help="Of each rank, one way: 50GB/s or 400Gb/s.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = "50GB/s",
+    latency: Annotated[
+        str, typer.Option("--latency", metavar="TIME", help="Of a collective.", rich_help_panel=_CLUSTER)
+    ] = "20us",
+    node_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--node-ranks", metavar="N", help="Two levels: ranks of one node.", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            "--inside", metavar="RATE", help="Two levels: a link inside its node.", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", metavar="N", help="Blocks of a preset (all).", rich_help_panel=_TRAINING),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", metavar="N", help="A rank and step (4096; on a CPU 256).", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            metavar="|".join(STRATEGIES),
+            callback=one_of("--strategy", STRATEGIES),
+            help="What is sharded.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = "zero3",
+    across: Annotated[
+        str,
+        typer.Option(
+            "--across",
+            metavar="|".join(ACROSS),
+            callback=one_of("--across", ACROSS),
+            help="Of hybrid, between nodes.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = "replicate",
+    reduce: Annotated[
+        str,
+        typer.Option(
+            "--reduce",
+            metavar="|".join(REDUCE),
+            callback=one_of("--reduce", REDUCE),
+            help="How gradients are sent.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            metavar="fp32|bf16|fp16|int8",
+            help="(bf16; on a CPU fp32)",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    checkpoint_activations: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint-activations",
+            help="Compute activations again in backward.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False,
+    keep_full: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-full",
+            metavar="SIZE",
+            help="Full values kept for backward: 2GiB, 'all', 0 for none.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each block.", rich_help_panel=_TRAINING)
+    ] = False,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            metavar="fullshard|fsdp2|both",
+            callback=one_of("--engine", ("fullshard", "fsdp2", "both")),
+            help="Which engine trains.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = "fullshard",
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Measured steps.", rich_help_panel=_MEASURING)
+    ] = 8,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup", metavar="N", help="Steps before them (3; compiled 10).", rich_help_panel=_MEASURING
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, cuda, cuda:1 (a GPU if there is one).",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE.json",
+            help="Trace one step, for Perfetto.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=_MEASURING),
+    ] = False,
+) -> int:
+    if presets:
+        return _list()
+    if model is None:
+        raise OptionError("no model was named", "Give one; fullshard simulate --list shows the presets.")
+    from fullshard.tools.simulation.models import subject
+    from fullshard.tools.simulation.run import Scenario
+
+    where = _device(device)
+    network = _Cluster(ranks, link, latency, node_ranks, inside).network()
+    if not 0 <= rank < ranks:
+        raise OptionError(f"rank {rank} of {ranks} ranks", "Ranks count from 0.")
+    usual = (4096, "bf16") if where.type == "cuda" else (256, "fp32")
+    scenario = Scenario(
+        what=subject(model, layers, usual[0] if tokens is None else tokens),
+        network=network,
+        device=where,
+        rank=rank,
+        strategy=strategy,
+        across=across,
+        reduce=reduce,
+        precision=precision or usual[1],
+        checkpoint_activations=checkpoint_activations,
+        keep_full=_keep_full(keep_full),
+        compiled=compiled,
+        warmup=(10 if compiled else 3) if warmup is None else warmup,
+        steps=steps,
+    )
+    return _measured(scenario, engine, timeline, json)
+
+
+def _list() -> int:
+    from fullshard.tools.simulation.models import PRESETS, describe
+
+    rows = [(name, *describe(shape).split(", ", 1)) for name, shape in PRESETS.items()]
+    table(("preset", "size", "shape"), rows, left=(0, 2))
+    return 0
+
+
+def _measured(scenario: Scenario, engine: str, file: Path | None, as_json: bool) -> int:
+    from fullshard.tools.simulation import report
+    from fullshard.tools.simulation.run import ENGINES
+    from fullshard.tools.simulation.timeline import Timeline
+
+    engines = ENGINES if engine == "both" else (engine,)
+    timeline = Timeline() if file is not None else None
+    if file is not None and not file.resolve().parent.is_dir():
+        raise OptionError(f"there is no folder {str(file.parent)!r}", "Write the timeline elsewhere.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its internals; ours are errors
+        results = [simulate(scenario, engine, timeline) for engine in engines]
+    if as_json:
+        print(_json.dumps(report.as_json(scenario, results), indent=1))
+    else:
+        print(f"{report.title(scenario)}\n\n{report.table(results)}")
+    if timeline is not None and file is not None:
+        timeline.write(file)
+        if not as_json:
+            print(f"\nTimeline: {file} (open it at https://ui.perfetto.dev)")
+    return 1 if any(result.figures is None for result in results) else 0
+
+
+def simulate(scenario: Scenario, engine: str, timeline: Timeline | None) -> Result:
+    from fullshard.tools.simulation import run
+
+    return run.simulate(scenario, engine, timeline)
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise OptionError(f"there is no device {name!r}", "Choose cpu, cuda or cuda:N.") from None
+    usable = device.type == "cpu" or (
+        device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    )
+    if not usable:
+        raise OptionError(f"device {name!r} cannot be used here", "Choose cpu, or a GPU of this machine.")
+    device = compute_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _keep_full(text: str | None) -> int | str | None:
+    if text is None or text == "all":
+        return text
+    return size(text, "--keep-full", "Write it as 2GiB, 500MiB, 'all' or 0.")
+
+
+SIMULATE = Command(
+    "simulate",
+    _simulate,
+    "train on one rank of a cluster that is described, not there",
+    """\
+One device plays one rank of many. Collectives deliver plausible data and hold one wire
+for latency + bytes / bandwidth; everything else is real.""",
+    """\
+examples:
+  fullshard simulate --list
+  fullshard simulate llama-8b --layers 8 --ranks 64 --link 50GB/s --engine both
+  fullshard simulate my_model.py:make --ranks 16 --json
+
+Exit code 0: done; 1: the rank does not fit in memory; 2: what was asked is wrong.""",
+)

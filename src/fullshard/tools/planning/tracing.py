@@ -1,0 +1,247 @@
+"""One step of a whole model on the meta device, where nothing is computed: which tensors live when.
+
+What is counted is what the engine does not manage: activations, the temporaries between them, gradients from
+the moment they are made until their unit is done, and buffers. Parameters are not counted. A moment lasts
+from one change of unit to the next, so that the engine's own buffers can be added to each (`needs`).
+
+What the model returns lives until the step is over, because callers write `out = model(...)` and then
+`out.loss.backward()`. With the logits of a language model that is no small matter.
+
+Attention counts as fused kernels compute it: queries, keys, values, the output and one number a row are kept,
+not the square matrix. Dropout keeps a byte for each value. Large Linears write their weight's gradient into
+the engine's buffer (`direct`), so here it takes no memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.engine.direct import MIN_BYTES
+from fullshard.plan.units import Unit
+
+Run = Callable[[nn.Module], tuple[Tensor, Any]]  # a model's forward: its loss, and all that it returned
+
+_ROUND = 512  # bytes: CUDA's allocator hands out multiples of it
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes that live while a unit is at work: at the most, and when it hands over."""
+
+    phase: str  # 'forward' or 'backward'
+    unit: int
+    peak_bytes: int
+    end_bytes: int
+    done: bool = False  # its gradients are complete
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Counts the bytes of all storages that operators make, until they are freed."""
+
+    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._known: dict[int, Any] = {}
+        self._outside = {t.untyped_storage()._cdata for t in parameters}
+        self.moments: list[Moment] = []
+        self.live = self._peak = 0
+        self._now: tuple[str, int, bool] = ("forward", 0, False)
+        self._ending: Callable[[], None] | None = None
+        for buffer in buffers:
+            self._count(buffer.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._outside:
+            return
+        size = -(-storage.nbytes() // _ROUND) * _ROUND
+        self._known[key] = weakref.ref(storage, partial(self._freed, key, size))
+        self.live += size
+        self._peak = max(self._peak, self.live)
+
+    def _freed(self, key: int, size: int, _: Any) -> None:
+        if self._known.pop(key, None) is not None:
+            self.live -= size
+
+    def mark(self, phase: str, unit: int, ending: Callable[[], None] | None = None) -> None:
+        """From here on `unit` is at work; `ending` lets its gradients go when the next one begins."""
+        before, at, done = self._now
+        self.moments.append(Moment(before, at, self._peak, self.live, done))
+        if self._ending is not None:
+            self._ending()
+        self._ending = ending
+        self._now, self._peak = (phase, unit, ending is not None), self.live
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows of each expert times its matrix. Without values torch's own knows bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(len(x), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(saved) if needed else None for saved, needed in pairs)
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        out = x @ weight.t()
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _, weight = ctx.saved_tensors
+        to_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        to_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return to_x, weight.new_empty(()).expand(weight.shape), to_bias
+
+
+@contextmanager
+def _kernels(direct: set[int]) -> Iterator[None]:
+    """Attention, dropout, experts and large Linears as they are on a device, for tensors that are nowhere.
+
+    They are exchanged where modules look them up: a TorchFunctionMode is gone when checkpointing computes
+    again in backward.
+    """
+    attention, linear, dropout = F.scaled_dot_product_attention, F.linear, F.dropout
+    grouped = F.grouped_mm
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        if query.shape[-3] != key.shape[-3] and not more.get("enable_gqa"):
+            # Heads that share a key by broadcasting: no fused kernel takes that, and the scores are kept.
+            return attention(query, key, value, *rest, **more)
+        return _Flash.apply(query, key, value)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def into_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return (_Direct.apply if id(weight) in direct else linear)(x, weight, bias)
+
+    def masked(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    def by_expert(x: Tensor, weight: Tensor, **more: Any) -> Any:
+        own = x.dim() != 2 or weight.dim() != 3 or weight.dtype is torch.bfloat16
+        return grouped(x, weight, **more) if own else _Grouped.apply(x, weight)  # type: ignore[no-untyped-call, unused-ignore]
+
+    F.grouped_mm = by_expert  # type: ignore[assignment, unused-ignore]
+    F.dropout = masked  # type: ignore[assignment, unused-ignore]
+    F.scaled_dot_product_attention = fused  # type: ignore[assignment, unused-ignore]
+    F.linear = into_place  # type: ignore[assignment, unused-ignore]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.linear, F.dropout = attention, linear, dropout
+        F.grouped_mm = grouped
+
+
+def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
+    """By unit, the weights whose gradients are written where they are sent from: see `surface`."""
+    found: list[set[int]] = []
+    for unit in units:
+        weights = set()
+        for member in unit.members:
+            (module, name), alone = member.sites[0], len(member.sites) == 1
+            size = member.parameter.numel() * member.parameter.element_size()
+            large = alone and size >= MIN_BYTES and member.parameter.requires_grad
+            if large and name == "weight" and type(module) is nn.Linear:
+                weights.add(id(member.parameter))
+        found.append(weights)
+    return found
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Forward and backward."""
+
+    moments: Sequence[Moment]
+    buffer_bytes: int
+    returned_bytes: int  # what the model returned: it is still there when the optimizer steps
+
+
+def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: bool) -> Trace:
+    """A model on meta, its parameters in the dtype that computes."""
+    meter = Meter(model.parameters(), model.buffers())
+    buffer_bytes, direct = meter.live, set().union(*direct_weights(units))
+    for index, unit in enumerate(units[1:], start=1):
+        watch = _Watch(meter, index, unit)
+        for module in unit.modules:
+            if recompute and any(module.children()):
+                original = module.forward
+                module.__dict__["forward"] = partial(
+                    checkpoint, original, use_reentrant=False, preserve_rng_state=False
+                )
+            module.register_forward_pre_hook(watch.enter)
+            module.register_forward_hook(watch.leave)
+    with _kernels(direct), meter:
+        loss, returned = run(model)
+        meter.mark("backward", 0)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        meter.mark("backward", 0, model.zero_grad)  # the last unit is done, and now the root is
+        meter.mark("backward", 0)
+        returned_bytes = meter.live - buffer_bytes
+        del returned
+    return Trace(meter.moments, buffer_bytes, returned_bytes)
+
+
+class _Watch:
+    """One unit's hooks: when it begins and ends, forward and backward."""
+
+    def __init__(self, meter: Meter, index: int, unit: Unit) -> None:
+        self._meter, self._index = meter, index
+        self._parameters = [member.parameter for member in unit.members]
+        self._calls = 0
+
+    def enter(self, _module: nn.Module, _args: Any) -> None:
+        self._meter.mark("forward", self._index)
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        first, self._calls = self._calls == 0, self._calls + 1
+        self._meter.mark("forward", 0)
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                begins = partial(self._backward, first)
+                value.register_hook(begins)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _backward(self, first: bool, _gradient: Tensor) -> None:
+        """Its backward begins. That of its first call is the last: its gradients go when others follow."""
+        self._meter.mark("backward", self._index, self._drop if first else None)
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

@@ -1,0 +1,107 @@
+"""Steps of one rank, measured: time, exposed communication, host time, memory, bytes sent."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from fullshard.tools.simulation.group import Cluster
+from fullshard.tools.simulation.network import Link, Network
+from fullshard.tools.simulation.wire import event
+
+AT_ONCE = Link(1e18, 0.0)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians of one rank's steps. Memory is that of the device, or 0 on a CPU."""
+
+    step_s: float
+    without_wire_s: float  # if messages took no time: the same steps again; on a CPU, less its waiting
+    host_s: float  # until the step was issued; on a CPU the step itself
+    wire_s: float  # the wire was in use
+    sent_bytes: float
+    messages: int
+    peak_bytes: int
+    reserved_bytes: int
+    retries: int
+
+    @property
+    def exposed_s(self) -> float:
+        return max(0.0, self.step_s - self.without_wire_s)
+
+
+def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps: int = 8) -> Figures:
+    on_device = cluster.device.type == "cuda"
+    if on_device:
+        gc.collect()
+        torch.cuda.empty_cache()  # what building the model left behind does not count
+    for _ in range(warmup):
+        step()
+    traffic = cluster.wire.traffic
+    if on_device:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        retries = _retries()
+    traffic.clear()
+    step()
+    wire_s, sent, messages = traffic.seconds, traffic.bytes_sent, traffic.messages
+    if not on_device:
+        step_s, waited_s = _on_host(step, steps, cluster)
+        return Figures(step_s, step_s - waited_s, step_s, wire_s, sent, messages, 0, 0, 0)
+    step_s = median(timed(step, steps))
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    retries = _retries() - retries
+    network = cluster.network
+    cluster.network = Network(network.ranks, AT_ONCE)
+    try:
+        step()
+        without = median(timed(step, max(3, steps // 2)))
+    finally:
+        cluster.network = network
+    host = median(issued(step, max(3, steps // 2)))
+    return Figures(step_s, without, host, wire_s, sent, messages, peak, reserved, retries)
+
+
+def _on_host(step: Callable[[], object], steps: int, cluster: Cluster) -> tuple[float, float]:
+    """A step, and how long it stood waiting for the wire: on a CPU that is known without a second run."""
+    found = []
+    for _ in range(steps):
+        cluster.wire.traffic.clear()
+        begun = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - begun, cluster.wire.traffic.waited_s))
+    return sorted(found)[len(found) // 2]
+
+
+def timed(step: Callable[[], object], steps: int) -> list[float]:
+    """Each step from its beginning to the next one's: nothing waits in between."""
+    events = [event(timed=True) for _ in range(steps + 1)]
+    events[0].record()
+    for after in events[1:]:
+        step()
+        after.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def issued(step: Callable[[], object], steps: int) -> list[float]:
+    """Host time alone: from an idle device until the step's last call returns."""
+    found = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - begun)
+    torch.cuda.synchronize()
+    return found
+
+
+def _retries() -> int:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))

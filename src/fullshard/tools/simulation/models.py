@@ -1,0 +1,161 @@
+"""Models to simulate: two plain families in several sizes, or a function of the user's that builds one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import OptionError
+from fullshard.options import parse
+from fullshard.plan.units import find_units
+from fullshard.tools.planning.decoder import Decoder, initialize
+from fullshard.tools.planning.sizes import Shape, gpt2
+
+
+def gpt(layers: int, width: int, heads: int, vocabulary: int, context: int = 1024) -> Shape:
+    """Of GPT-2's family, on torch's own kernels."""
+    return replace(gpt2(layers, width, heads, vocabulary, context), fused=True)
+
+
+# One vocabulary for a family, so that sizes can be compared.
+PRESETS = {
+    "gpt-8m": gpt(8, 256, 4, 8192, 256),  # for a CPU
+    "gpt-124m": gpt(12, 768, 12, 50304),
+    "gpt-350m": gpt(24, 1024, 16, 50304),
+    "llama-1b": Shape(16, 2048, 32, 8, 8192, 32000, 4096, fused=True),
+    "llama-8b": Shape(32, 4096, 32, 8, 14336, 32000, 4096, fused=True),
+    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is simulated: how to build it, what to feed it, how to get a loss."""
+
+    name: str
+    about: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.device], Any]
+    initialize: Callable[[nn.Module], None] | None = None  # it may be built on meta: this fills a module
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.loss_in(self.output(model, batch))
+
+    def output(self, model: nn.Module, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+    def loss_in(self, out: Any) -> Tensor:
+        loss = getattr(out, "loss", out)
+        if isinstance(loss, tuple | list):
+            loss = loss[0]
+        if not isinstance(loss, Tensor):
+            raise OptionError(
+                f"{self.name} returned a {type(out).__name__}, which has no loss",
+                "Return a tensor, or an object with a .loss.",
+            )
+        return loss if loss.dim() == 0 else loss.float().mean()
+
+
+class Training:
+    """A model that is trained on one batch, step by step."""
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], what: Subject, batch: Any) -> None:
+        self.model, self.blocks, self._what, self._batch = model, blocks, what, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def __call__(self) -> Tensor:
+        loss = self._what.loss(self.model, self._batch)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, outer ones first: fullshard's units, without lone layers."""
+    said = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
+    found = [module for unit in find_units(model, said)[1:] for module in unit.modules]
+    return [module for module in found if next(module.children(), None) is not None]
+
+
+def subject(name: str, layers: int | None, tokens: int) -> Subject:
+    """A preset by name, or FILE.py:FUNCTION or package.module:FUNCTION that returns (model, batch)."""
+    if tokens < 2 or (layers is not None and layers < 1):
+        raise OptionError(f"{layers} layers and {tokens} tokens", "Give at least 1 layer and 2 tokens.")
+    if name in PRESETS:
+        shape = PRESETS[name]
+        return decoder(name, replace(shape, layers=layers or shape.layers), tokens)
+    if ":" not in name:
+        raise OptionError(
+            f"there is no model {name!r}",
+            f"Choose one of {', '.join(PRESETS)}, or give FILE.py:FUNCTION, a function that returns "
+            "(model, batch).",
+        )
+    if layers is not None:
+        raise OptionError(f"{name!r} decides its own layers", "Leave out --layers.")
+    function = _function(name)
+    if not callable(function):
+        raise OptionError(f"{name!r} is a {type(function).__name__}", "Name a function.")
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise OptionError(f"{name!r} returned a {type(made).__name__}", "Return (model, batch).")
+    ready, batch = [made[0]], made[1]
+    return Subject(
+        name, name, lambda: ready.pop() if ready else function()[0], lambda device: _to(batch, device)
+    )
+
+
+def decoder(name: str, shape: Shape, tokens: int) -> Subject:
+    length = min(shape.context, tokens)
+    batch_size = tokens // length
+
+    def batch(device: torch.device) -> Tensor:
+        return torch.randint(0, shape.vocabulary, (batch_size, length + 1), device=device)
+
+    about = f"{name}: {describe(shape)}; {batch_size * length:,} tokens a rank and step"
+    return Subject(name, about, lambda: Decoder(shape), batch, initialize)
+
+
+def describe(shape: Shape) -> str:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Decoder(shape).parameters())
+    shown = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    return f"{shown} parameters, {shape.layers} layers of width {shape.width}"
+
+
+def _function(name: str) -> Callable[[], Any]:
+    place, _, function = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        found = getattr(module, function)
+    except (ImportError, OSError, AttributeError, AssertionError) as error:
+        raise OptionError(f"{name!r} cannot be loaded: {error}", "Give FILE.py:FUNCTION.") from error
+    return found  # type: ignore[no-any-return]
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_to(item, device) for item in value)
+    return value

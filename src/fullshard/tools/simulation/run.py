@@ -1,0 +1,183 @@
+"""One scenario from its description to its figures: build, shard, measure, trace."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.api import plan, shard
+from fullshard.environment import compute_device, return_memory_to_system
+from fullshard.errors import FullshardError, OptionError
+from fullshard.options import parse
+from fullshard.plan.plan import Plan
+from fullshard.precision import PRESETS, Precision
+from fullshard.tools.simulation.group import Cluster, joined
+from fullshard.tools.simulation.measure import Figures, measure
+from fullshard.tools.simulation.models import Subject, Training, blocks_of
+from fullshard.tools.simulation.network import Network
+from fullshard.tools.simulation.timeline import Timeline, trace
+
+ENGINES = ("fullshard", "fsdp2")
+PRECISIONS = {
+    **PRESETS,
+    "int8": Precision(compute=torch.bfloat16, gather=torch.int8, wire=torch.int8),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, on which cluster, and how."""
+
+    what: Subject
+    network: Network
+    device: torch.device
+    rank: int = 0
+    strategy: str = "zero3"
+    across: str = "replicate"
+    reduce: str = "auto"
+    precision: str = "bf16"
+    checkpoint_activations: bool = False
+    keep_full: int | str | None = None
+    compiled: bool = False
+    warmup: int = 3
+    steps: int = 8
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OptionError(
+                f"unknown precision {self.precision!r}", f"Choose one of {', '.join(map(repr, PRECISIONS))}."
+            )
+        if self.steps < 1 or self.warmup < 1:
+            raise OptionError(
+                f"{self.warmup} steps of warm-up and {self.steps} measured ones", "Give at least 1 of each."
+            )
+        if self.strategy == "hybrid" and self.network.node_ranks is None:
+            raise OptionError(
+                "strategy 'hybrid' shards inside a node, and this network is flat",
+                "Give --node-ranks and --inside.",
+            )
+        said = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
+        parse(**said, precision="fp32", units=None, ignore=())
+
+    def mesh(self, strategy: str) -> DeviceMesh:
+        """All ranks; with hybrid a row a node, as torchrun would lay them."""
+        ranks, inner = self.network.ranks, self.network.node_ranks
+        if strategy != "hybrid" or inner is None:
+            return init_device_mesh(self.device.type, (ranks,))
+        grid, names = (ranks // inner, inner), ("replicate", "shard")
+        return init_device_mesh(self.device.type, grid, mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one engine did. A rank that does not fit in the device's memory has no figures."""
+
+    engine: str
+    figures: Figures | None
+    plan: Plan | None  # fullshard's
+    resident_bytes: int  # the process at its peak, on a CPU
+
+
+def simulate(scenario: Scenario, engine: str, timeline: Timeline | None = None) -> Result:
+    """Train on one rank of the simulated cluster. In a process that is in no group of ranks."""
+    cluster = Cluster(scenario.network, scenario.device, scenario.rank)
+    with joined(cluster):
+        result = _measured(scenario, engine, cluster, timeline)
+    gc.collect()
+    return_memory_to_system()
+    if scenario.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def _measured(scenario: Scenario, engine: str, cluster: Cluster, timeline: Timeline | None) -> Result:
+    planned: Plan | None = None
+    _forget_peak()
+    try:
+        training = build(scenario, engine)
+        planned = plan(training.model) if engine == "fullshard" else None
+        figures = measure(training, cluster, scenario.warmup, scenario.steps)
+        if timeline is not None:
+            timeline.add(engine, trace(training, cluster))
+    except torch.OutOfMemoryError:
+        return Result(engine, None, planned, 0)
+    except FullshardError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            return Result(engine, None, planned, 0)
+        raise
+    return Result(engine, figures, planned, _peak_resident() if scenario.device.type == "cpu" else 0)
+
+
+def build(scenario: Scenario, engine: str) -> Training:
+    """The scenario's model, sharded by `engine`, ready to step."""
+    what, device = scenario.what, scenario.device
+    torch.manual_seed(0)
+    if what.initialize is None:
+        model = what.build()
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(device)
+    else:
+        # On meta where it can be: 70B parameters fit on no device before they are sharded.
+        on_meta = compute_device(torch.device("meta")) == device
+        with torch.device("meta") if on_meta else device:
+            model = what.build()
+    blocks = _fullshard(scenario, model) if engine == "fullshard" else _fsdp2(scenario, model)
+    return Training(model, blocks, what, what.batch(device))
+
+
+def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
+    blocks = blocks_of(model)
+    hybrid = scenario.strategy == "hybrid"
+    shard(
+        model,
+        strategy=scenario.strategy,
+        mesh=scenario.mesh("hybrid") if hybrid else None,
+        across=scenario.across,
+        reduce=scenario.reduce,
+        precision=PRECISIONS[scenario.precision],
+        checkpoint_activations=scenario.checkpoint_activations,
+        keep_full=scenario.keep_full,
+        materialize=scenario.what.initialize,
+    )
+    if scenario.compiled:
+        for block in blocks:
+            block.compile()
+    return blocks
+
+
+def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
+    from fullshard.tools.simulation import rivals
+
+    precision = PRECISIONS[scenario.precision]
+    # What it has that keeps as little at rest.
+    strategy = "zero3" if scenario.across == "shard" else scenario.strategy
+    blocks = rivals.fsdp2(
+        model,
+        scenario.mesh(strategy),
+        strategy=strategy,
+        compute=precision.compute,
+        reduce=rivals.reduce_dtype(precision),
+        checkpoint_activations=scenario.checkpoint_activations,
+        compiled=scenario.compiled,
+    )
+    rivals.materialize(model, scenario.what, scenario.device)
+    return blocks
+
+
+def _forget_peak() -> None:
+    """Linux: the peak of resident memory counts from here."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_resident() -> int:
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    return 0

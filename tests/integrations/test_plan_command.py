@@ -1,0 +1,546 @@
+"""`fullshard plan`: published sizes, what fits, what it says if nothing does, how far it is from a run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+import ranks
+from fullshard.errors import OptionError
+from fullshard.tools import cli
+from fullshard.tools.planning import sizes, subjects
+from fullshard.tools.planning.answers import Answer, Question, answer
+from fullshard.tools.planning.decoder import Decoder, num_parameters
+from fullshard.tools.planning.needs import OPTIMIZERS
+from fullshard.tools.planning.subjects import Batch, Subject, find
+
+GIB = 2**30
+PUBLISHED = {  # parameters, as the models' own pages count them
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "phi-3-mini": 3_821_079_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+}
+SHORT = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1024}
+SHORT |= {"num_key_value_heads": 2, "intermediate_size": 512, "max_position_embeddings": 256, "head_dim": 32}
+SHAPE = sizes.Shape(3, 256, 8, 2, 512, 1024, 256)
+# What transformers builds, and the shape by which a size of that kind is planned.
+KINDS: dict[str, tuple[dict[str, Any], sizes.Shape]] = {
+    "llama": (SHORT, SHAPE),
+    "qwen2": (SHORT, replace(SHAPE, qkv_bias=True)),
+    "qwen3": (SHORT | {"tie_word_embeddings": True}, replace(SHAPE, qk_norm=True, tied=True)),
+    "gemma": (SHORT, replace(SHAPE, tied=True, wide_norms=True)),
+    "gemma2": (SHORT, replace(SHAPE, tied=True, wide_norms=True, norms=4, softcap=True)),
+    "phi3": (SHORT | {"pad_token_id": 0}, replace(SHAPE, joint_qkv=True)),
+    "mixtral": (SHORT | {"num_local_experts": 4}, replace(SHAPE, experts=4, experts_used=2)),
+    "gpt2": (
+        {"n_layer": 3, "n_embd": 256, "n_head": 8, "vocab_size": 1024, "n_positions": 256},
+        sizes.gpt2(3, 256, 8, 1024, 256),
+    ),
+}
+
+
+def main(*arguments: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["plan", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = main(*arguments, "--json")
+    assert not err, err
+    return code, json.loads(out)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- sizes ------------------------------------------------------------------------------------------------
+
+
+def test_every_size_has_as_many_parameters_as_was_published() -> None:
+    assert {name: num_parameters(shape) for name, shape in sizes.SIZES.items()} == PUBLISHED
+    for name in ("gpt2", "llama-3.2-1b", "mixtral-8x7b", "qwen3-0.6b", "gemma-2-2b"):
+        assert count(find(name, Batch()).build()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_is_followed_as_the_model_that_transformers_builds(kind: str) -> None:
+    said, shape = KINDS[kind]
+    batch = Batch(2, 256)
+    theirs = subjects.hugging_face(kind, {"model_type": kind, **said}, batch)
+    mine = subjects.decoder(kind, shape, batch)
+    assert count(mine.build()) == count(theirs.build())
+    for recompute in (False, True):
+        question = Question(ranks=64, memory_bytes=2**40, recompute=recompute)
+        found, real = answer(mine, question), answer(theirs, question)
+        assert found.returned_bytes == real.returned_bytes
+        if not recompute:
+            assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.03)
+        more = 0.08 if kind == "mixtral" else 0.01  # how many tokens each expert gets is assumed
+        for one, other in zip(found.needs, real.needs, strict=True):
+            assert -0.01 < one.peak / other.peak - 1 < more, (recompute, one.strategy)
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "llama_3_8b", "llama3-8b", "llama-3.1-8b"])
+def test_size_is_found_however_people_write_it(name: str) -> None:
+    assert sizes.known(name) is sizes.SIZES["llama-3-8b"]
+
+
+# --- what fits --------------------------------------------------------------------------------------------
+
+
+def test_seventy_billion_on_four_small_cards_is_refused_in_plain_words() -> None:
+    code, out, err = main("llama-3-70b", "--ranks", "4", "--memory", "24GiB")
+    assert (code, err) == (1, "")
+    assert "llama-3-70b does not train on 4 ranks of 24.0 GiB" in out
+    assert "offload to host memory or disk, which fullshard does not have yet" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("zero", "repl"))}
+    assert set(rows) == {"replicate", "zero1", "zero2", "zero3"}
+    assert {row[9] for row in rows.values()} == {"no"}
+    # 16 bytes a parameter, in four parts.
+    assert float(rows["zero3"][4]) == pytest.approx(70_553_706_496 * 16 / 4 / GIB, abs=0.1)
+
+
+def test_fewest_ranks_that_are_named_fit_and_one_less_does_not() -> None:
+    said = ("gpt2-medium", "--sequence", "64", "--memory", "3GiB", "--strategy", "zero3")
+    code, found = asked(*said, "--ranks", "1")
+    assert code == 1
+    (line,) = [line for line in found["advice"] if line.startswith("As asked")]
+    fewest = int(line.split(" ranks")[0].split()[-1])
+    assert fewest > 1
+    assert [asked(*said, "--ranks", str(n))[0] for n in (fewest, fewest - 1)] == [0, 1]
+
+
+def test_recomputation_is_named_where_it_is_what_makes_it_fit() -> None:
+    said = ("gpt2", "--ranks", "8", "--batch", "8", "--strategy", "zero3")
+    bare, again = (
+        asked(*said, *more, "--memory", "1000GB")[1]["strategies"]["zero3"]["peak_bytes"]
+        for more in ((), ("--checkpoint-activations",))
+    )
+    assert again < 0.8 * bare
+    between = ("--memory", f"{(bare + again) / 2 / 0.92 / 1e6:.0f}MB")
+    code, found = asked(*said, *between)
+    assert code == 1
+    assert any("With --checkpoint-activations zero3 fits here" in line for line in found["advice"])
+    assert asked(*said, *between, "--checkpoint-activations")[0] == 0
+
+
+def test_peak_is_the_sum_of_its_parts_and_fits_by_the_spare_percent() -> None:
+    code, found = asked("gpt2", "--ranks", "2", "--sequence", "256", "--memory", "80GiB")
+    assert code == 0
+    for one in found["strategies"].values():
+        rest = one["parameter_bytes"] + one["gradient_bytes"] + one["optimizer_bytes"]
+        assert one["rest_bytes"] == rest
+        assert one["peak_bytes"] == (
+            rest + one["full_bytes"] + one["sending_bytes"] + one["activation_bytes"]
+        )
+    sent = {name: one["sent_bytes_per_step"] for name, one in found["strategies"].items()}
+    assert sent[found["best"]] == min(sent.values())
+    peak = found["strategies"]["zero3"]["peak_bytes"]
+    only = ("gpt2", "--ranks", "2", "--sequence", "256", "--strategy", "zero3", "--spare", "10")
+    assert asked(*only, "--memory", str(peak / 0.9 + 1000))[0] == 0
+    assert asked(*only, "--memory", str(peak / 0.9 - 1000))[0] == 1
+
+
+def test_rest_is_what_the_engine_plans() -> None:
+    subject = find("smollm2-135m", Batch(1, 32))
+    for strategy in ("replicate", "zero3"):
+        planned = fs.plan(subject.build(), ranks=3, strategy=strategy, precision="bf16")
+        found = _need(subject, strategy, ranks=3, on_gpu=False)
+        assert (found.parameters, found.gradients) == (planned.parameter_bytes, planned.gradient_bytes)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_keeps_the_values_that_are_counted_for_it(name: str) -> None:
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "fused-adamw": lambda p: torch.optim.AdamW(p, fused=True),
+        "rmsprop": torch.optim.RMSprop,
+        "adagrad": torch.optim.Adagrad,
+        "sgd": torch.optim.SGD,
+        "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    }
+    parameter = nn.Parameter(torch.ones(100))
+    parameter.grad = torch.ones(100)
+    optimizer = kinds[name]([parameter])
+    optimizer.step()
+    kept = sum(
+        v.numel() for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.dim()
+    )
+    assert kept == 100 * OPTIMIZERS[name][0]
+
+
+def test_hybrid_is_counted_by_the_ranks_of_a_node() -> None:
+    subject = find("gpt2", Batch(1, 64))
+    hybrid = _need(subject, "hybrid", ranks=8, node_ranks=2)
+    assert hybrid.rest == _need(subject, "zero3", ranks=2).rest
+
+
+def test_hybrid_sends_between_nodes_what_a_simulated_cluster_sends() -> None:
+    from fullshard.tools.simulation.models import decoder
+    from fullshard.tools.simulation.network import Link, Network
+    from fullshard.tools.simulation.run import Scenario, simulate
+
+    shape = replace(RUN, layers=2)
+    network = Network(8, Link(1e12), 4, Link(1e12))
+    scenario = Scenario(
+        decoder("own", replace(shape, fused=True), 64),
+        network,
+        torch.device("cpu"),
+        strategy="hybrid",
+        steps=2,
+    )
+    figures = simulate(scenario, "fullshard").figures
+    assert figures is not None
+    planned = _need(
+        subjects.decoder("own", shape, Batch(1, 64)), "hybrid", ranks=8, node_ranks=4, on_gpu=False
+    )
+    assert planned.sent_bytes == pytest.approx(figures.sent_bytes, rel=0.01)
+
+
+def test_accumulation_piles_up_whole_gradients_where_the_strategy_does() -> None:
+    subject = find("gpt2", Batch(1, 64))
+    for strategy, more in (("zero1", 1), ("zero2", 0)):
+        bare, piled = (_need(subject, strategy, accumulate=flag) for flag in (False, True))
+        assert piled.peak - bare.peak == pytest.approx(more * 4 * 124_439_808, rel=0.01, abs=1)
+
+
+# --- models of other kinds --------------------------------------------------------------------------------
+
+
+def test_kind_that_is_not_built_here_is_built_by_transformers(tmp_path: Path) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, ffn_dim=96, vocab_size=128,
+        word_embed_proj_dim=64, max_position_embeddings=64,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    code, found = asked(str(tmp_path / "config.json"), "--ranks", "2", "--memory", "1GiB", "--sequence", "32")
+    assert code == 0
+    assert found["parameters"] == count(OPTForCausalLM(config))
+    assert found["batch"] == "1 x 32 tokens a rank"
+    assert found["strategies"]["zero3"]["activation_bytes"] > 2 * 32 * 64 * 4
+
+
+def test_config_with_an_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    from transformers import BambaConfig
+
+    BambaConfig(**SHORT | {"num_hidden_layers": 1}, mamba_n_heads=8, mamba_d_head="auto").save_pretrained(
+        tmp_path
+    )
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert count(find(str(tmp_path), Batch(1, 8)).build()) > 0
+
+
+def test_experts_are_planned_in_float32_with_twice_the_activations_of_bf16() -> None:
+    experts = SHORT | {"model_type": "mixtral", "num_local_experts": 4}
+    narrow, wide = (
+        answer(
+            subjects.hugging_face("experts", experts, Batch(1, 64)), Question(memory_bytes=GIB, precision=p)
+        )
+        for p in ("bf16", "fp32")
+    )
+    assert 1.6 < wide.saved_bytes / narrow.saved_bytes < 2.1
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_scores_count_where_heads_share_keys_in_a_way_that_no_fused_kernel_takes(is_shared: bool) -> None:
+    said = {"model_type": "falcon", "num_hidden_layers": 3, "hidden_size": 256, "vocab_size": 1024}
+    said |= {"num_attention_heads": 8, "multi_query": is_shared}
+    short, long = (
+        answer(
+            subjects.hugging_face("falcon", said, Batch(1, length)),
+            Question(memory_bytes=GIB, precision="fp32"),
+        ).saved_bytes
+        for length in (256, 512)
+    )
+    scores = 3 * 8 * (512**2 - 2 * 256**2) * 4  # what does not grow with the length alone
+    assert (long - 2 * short) / scores == pytest.approx(1.0 if is_shared else 0.0, abs=0.3)
+
+
+def test_config_without_transformers_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHORT}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = main(str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "pip install 'fullshard[hf]'" in err
+
+
+def test_folder_that_is_no_model_hides_no_size_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert asked("gpt2", "--sequence", "64")[1]["parameters"] == PUBLISHED["gpt2"]
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+class Looks(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x.sum()
+
+def make():
+    return Net(), torch.randn(16, 64)
+
+class Shows(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(256, 1024))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        seen = self.drop(x.repeat(64, 64) + self.blocks[0][0].bias[0])
+        return super().forward(x) + seen.sum() * 0, seen
+
+def looking():
+    return Looks(), torch.randn(16, 64)
+
+def showing():
+    return Shows(), torch.randn(16, 64)
+"""
+
+
+def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    said = (f"{tmp_path}/own.py:make", "--ranks", "2", "--precision", "fp32", "--memory", "1GiB")
+    code, found = asked(*said)
+    assert code == 0
+    assert found["parameters"] == 3 * (64 * 64 + 64)
+    # The batch; ReLU keeps its output, which is the next Linear's input; square keeps the last.
+    assert found["block_activation_bytes"] == 4 * 16 * 64 * 4
+    assert found["returned_bytes"] == 512  # the loss alone
+
+
+def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    more = ("--ranks", "2", "--precision", "fp32", "--memory", "1GiB", "--optimizer", "sgd")
+    _, bare = asked(f"{tmp_path}/own.py:make", *more)
+    code, found = asked(f"{tmp_path}/own.py:showing", *more)
+    assert code == 0
+    returned = 4 * (16 * 64) * (64 * 64)
+    assert found["returned_bytes"] == returned + 512
+    kept = found["block_activation_bytes"] - bare["block_activation_bytes"]
+    assert kept == pytest.approx(4 * 256 * 1024 + returned // 4 + returned, abs=4096)
+    out = main(f"{tmp_path}/own.py:showing", *more)[1]
+    assert "What the model returns beside the loss (0.016) counts" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "fullshard plan --list"),
+        (("lama-3-8b",), "Did you mean llama-3-8b?"),
+        (("no/such/config.json",), "there is no model"),
+        (("{empty}",), "there is no model"),
+        (("{text}",), "cannot be read"),
+        (("{nameless}",), "names no model_type"),
+        (("{unknown}",), "knows no model_type 'frobnicator'"),
+        (("{translates}",), "'t5' is no causal language model that transformers can build. Give FILE.py"),
+        (("{words}",), "the config is refused: "),
+        (("{quantised}",), "quantization_config"),
+        (("{own}:looking",), "does not run without values"),
+        (("{own}:make", "--batch", "2"), "decides its own batch"),
+        (("{own}:nothing",), "cannot be loaded"),
+        (("gpt2", "--memory", "lots"), "24GiB"),
+        (("gpt2", "--memory", "0GiB"), "24GiB"),
+        (("gpt2", "--memory", "24"), "24 bytes of memory"),
+        (("{own}:__name__",), "Name a function"),
+        (("gpt2", "--ranks", "0"), "at least 1"),
+        (("gpt2", "--strategy", "zero4"), "zero3"),
+        (("gpt2", "--strategy", "hybrid"), "--node-ranks"),
+        (("gpt2", "--node-ranks", "3"), "nodes divide"),
+        (("gpt2", "--node-ranks", "2", "--strategy", "zero3"), "matter to hybrid alone"),
+        (("gpt2", "--precision", "int4"), "bf16"),
+        (("gpt2", "--optimizer", "muon"), "adamw"),
+        (("gpt2", "--sequence", "2048"), "positions for 1024"),
+        (("{learned}", "--sequence", "65"), "positions for 64 tokens, not for 65"),
+        (("gpt2", "--batch", "0"), "at least 1 sequence"),
+        (("gpt2", "--spare", "100"), "percent"),
+    ],
+)
+def test_wrong_request_is_one_line_with_its_remedy(
+    arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "own.py").write_text(OWN)
+    learned = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64}
+    texts = {"text": "no json", "nameless": "{}", "unknown": '{"model_type": "frobnicator"}'}
+    texts |= {
+        "learned": json.dumps(learned),
+        "translates": '{"model_type": "t5"}',
+        "words": '{"model_type": "llama", "hidden_size": "big"}',
+        "quantised": '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    places = {name: tmp_path / name for name in (*texts, "empty")}
+    code, out, err = main(*(one.format(**places, own=tmp_path / "own.py") for one in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("fullshard: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_list_shows_every_size_with_its_parameters() -> None:
+    code, out, _ = main("--list")
+    rows = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    assert code == 0
+    assert rows == {name: f"{parameters:,}" for name, parameters in PUBLISHED.items()}
+
+
+def test_list_as_json_has_the_parameters_of_every_size() -> None:
+    code, out, _ = main("--list", "--json")
+    assert (code, json.loads(out)) == (0, PUBLISHED)
+
+
+def test_planning_leaves_torchs_functions_as_they_were() -> None:
+    import torch.nn.functional as F
+
+    before = F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm
+    subject = find("gpt2", Batch(1, 8))
+    with pytest.raises(OptionError, match="does not run without values"):
+        answer(replace(subject, run=lambda _: (torch.zeros(1)[5], None)), Question(memory_bytes=GIB))
+    assert before == (F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm)
+
+
+def _need(subject: Subject, strategy: str, **said: Any) -> Any:
+    question = Question(**{"memory_bytes": GIB, "strategies": (strategy,), "spare": 0.0, **said})
+    found: Answer = answer(subject, question)
+    return found.needs[0]
+
+
+# --- beside a real run ------------------------------------------------------------------------------------
+
+RUN = sizes.Shape(4, 256, 8, 4, 704, 4096, 512)
+CASES = [
+    ("own", "zero3", "fp32", False),
+    ("own", "zero3", "bf16", True),
+    ("own", "zero2", "bf16", False),
+    ("own", "replicate", "fp32", False),
+    ("transformers", "zero3", "bf16", False),
+    ("transformers", "zero3", "bf16", True),
+]
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "own":
+        return Decoder(RUN)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=704, vocab_size=4096, max_position_embeddings=512, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tuple[int, int]:
+    """Bytes at rest, and at the most beside them in a step: every allocation and release that torch makes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = fs.shard(_model(kind), strategy=strategy, precision=precision, checkpoint_activations=recompute)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, RUN.vocabulary, (2, 257 if kind == "own" else 256))
+
+    def backward() -> None:
+        out = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens)
+        (out[0] if kind == "own" else out.loss).backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        backward()
+    changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        live += change.nbytes()
+        peak = max(peak, live)
+    lanes = model._fullshard.lanes
+    rest = sum(t.untyped_storage().nbytes() for lane in lanes for t in (lane.rest, lane.gradients.flat))
+    state = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    return rest + sum(v.untyped_storage().nbytes() for v in state), peak
+
+
+def _beside(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, tuple[int, int]]]:
+    found = []
+    for kind, strategy, precision, recompute in cases:
+        said = {"precision": precision, "recompute": recompute, "ranks": 1, "on_gpu": False}
+        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 256)), strategy, **said)
+        found.append((planned, _measured(kind, strategy, precision, recompute)))
+    return found
+
+
+def test_plan_is_near_what_a_run_allocates() -> None:
+    """A world of one: torch's memory profiler beside gloo's threads has ended a rank with signal 11."""
+    (found,) = ranks.run(_beside, 1, CASES, timeout_s=200)
+    for case, (planned, (rest, step)) in zip(CASES, found, strict=True):
+        assert planned.rest == rest, case
+        assert -0.01 < (planned.peak - planned.rest) / step - 1 < 0.05, case

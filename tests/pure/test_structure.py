@@ -1,0 +1,158 @@
+"""The shape of the package: which room imports which, how much is public, what the documents list."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import fullshard as fs
+from fullshard import extras
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "fullshard"
+
+BASE = {"errors", "version", "extras", "options", "precision", "environment"}
+API = {"", "api", "build", "data"}
+# Each room and the rooms that it may import from. Inside a room the order is free.
+ARROWS: dict[str, set[str]] = {
+    "base": set(),
+    "plan": {"base"},
+    "comm": {"base", "plan"},
+    "engine": {"base", "plan", "comm"},
+    "state": {"base", "plan", "comm", "engine"},
+    "api": {"base", "plan", "comm", "engine", "state", "checkpoint"},
+    "checkpoint": {"base", "plan", "comm", "engine", "state"},
+    "torch_fsdp": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
+    "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
+    "lightning": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
+    "onnx": {"base", "comm", "engine", "state", "api", "checkpoint"},
+    "training": {"base", "plan", "comm", "engine", "api", "checkpoint"},
+    "tools": {"base", "plan", "comm", "engine", "api", "checkpoint", "hugging_face", "onnx", "training"},
+}
+
+
+def _files() -> dict[str, Path]:
+    """Every module, by its name inside the package: `plan.units`, say."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+FILES = _files()
+
+
+def _room(module: str) -> str:
+    first = module.split(".")[0]
+    if module in BASE:
+        return "base"
+    return "api" if module in API else "tools" if first == "__main__" else first
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if f"{module}.".startswith("fullshard."):
+            base = module.removeprefix("fullshard").lstrip(".")
+            names = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            found |= (names & set(FILES)) or {base}
+    return found
+
+
+def test_rooms_import_along_the_arrows_alone() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in FILES.items()
+        for other in _imports(path)
+        if _room(other) not in ARROWS[_room(name)] | {_room(name)}
+    ]
+    assert not wrong, wrong
+
+
+def test_there_is_no_cycle_of_rooms_or_of_modules() -> None:
+    TopologicalSorter(ARROWS).prepare()
+    TopologicalSorter({name: _imports(path) - {""} for name, path in FILES.items()}).prepare()
+
+
+def test_design_lists_every_module_once_and_under_its_room() -> None:
+    text = (ROOT / "docs" / "design.md").read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    listed: list[str] = []
+    for section in text.split("\n### ")[1:]:
+        rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+        folder = re.match(r"`(\w+)/`", section)
+        for name in names:
+            assert folder is None or name.startswith(f"{folder[1]}."), (
+                f"{name} under {section.splitlines()[0]}"
+            )
+        listed += names
+    modules = [name for name, path in FILES.items() if path.stem != "__init__"]
+    assert sorted(listed) == sorted(modules)
+
+
+def test_only_comm_runs_collectives() -> None:
+    for name, path in FILES.items():
+        if _room(name) != "comm":
+            assert "import torch.distributed as dist" not in path.read_text(), path
+        if name != "tools.simulation.group":  # whose collectives are those of the simulated ranks
+            assert "from torch import distributed" not in path.read_text(), path
+
+
+def test_rivals_are_imported_only_to_compare_with() -> None:
+    for name, path in FILES.items():
+        if name != "tools.simulation.rivals":
+            assert "torch.distributed.fsdp" not in path.read_text(), path
+        assert "deepspeed" not in path.read_text().lower(), path
+        if name != "tools.simulation.run":
+            assert "tools.simulation.rivals" not in _imports(path), path
+
+
+def test_only_one_module_reads_the_environment() -> None:
+    for path in FILES.values():
+        assert path.stem == "environment" or "environ" not in path.read_text().replace("environment", ""), (
+            path
+        )
+
+
+def test_public_names_are_at_most_fifteen_and_all_there() -> None:
+    assert len(fs.__all__) <= 15
+    for name in fs.__all__:
+        assert getattr(fs, name).__doc__, f"fs.{name} has no docstring"
+
+
+def test_import_needs_torch_alone() -> None:
+    code = (
+        "import sys, fullshard; "
+        "extra = {'transformers', 'accelerate', 'lightning', 'peft', 'rich', 'typer', 'yaml', "
+        "'onnx', 'matplotlib', 'hypothesis', 'pytest'} & set(sys.modules); "
+        "extra |= {name for name in sys.modules if name.startswith('fullshard.tools.simulation')}; "
+        "assert not extra, extra"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+def test_relative_links_of_a_document_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_extras_install_the_versions_that_doors_were_tried_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [entry for entries in project["optional-dependencies"].values() for entry in entries]
+    for library, versions in extras.TRIED.items():
+        named = [entry for entry in wanted if re.match(rf"{library}\b(?!-)", entry) and "==" in entry]
+        if library != "pytorch-lightning":  # comes with lightning
+            assert [entry.partition("==")[2].removesuffix(".*") for entry in named] == list(versions), library

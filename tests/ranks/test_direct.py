@@ -1,0 +1,159 @@
+"""Weight gradients of large Linears are written where they are sent from, and are the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width, bias=bias), nn.Linear(3 * width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Block(16, bias=i % 2 == 0) for i in range(3))
+        self.head = nn.Linear(16, 8)
+        if kind == "frozen":
+            self.blocks[1].up.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.kind == "in reentrant segments":
+                x = checkpoint(block, checkpoint(block, x, use_reentrant=True), use_reentrant=True)
+                continue
+            x = block(x)
+            if self.kind == "called twice":
+                x = block(x)
+        return self.head(x)
+
+
+class Shared(Block):
+    """Uses a weight in its Linear and once more by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.up.weight), self.up.weight.t()) * 0.1
+
+
+KINDS = ("plain", "called twice", "in reentrant segments", "frozen", "shared")
+
+
+def _net(kind: str) -> Net:
+    torch.manual_seed(0)
+    net = Net(kind)
+    if kind == "shared":
+        net.blocks = nn.ModuleList(Shared(16, bias=True) for _ in range(3))
+    return net
+
+
+def _train(kind: str, min_bytes: int, said: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+    """Trained parameters, and how many gradients were written in place."""
+    import fullshard as fs
+    from fullshard.engine import direct
+
+    before, direct.MIN_BYTES = direct.MIN_BYTES, min_bytes
+    written = 0
+    try:
+        model = fs.shard(_net(kind), **said)
+    finally:
+        direct.MIN_BYTES = before
+    send = model._fullshard.reduction._pack
+
+    def pack(reduction: Any, gradients: Any) -> Any:
+        nonlocal written
+        views = reduction.outgoing.views if reduction.outgoing is not None else [None] * len(gradients)
+        there = [(g, v) for g, v in zip(gradients, views, strict=True) if g is not None and v is not None]
+        written += sum(g.data_ptr() == v.data_ptr() for g, v in there)
+        return send(reduction, gradients)
+
+    model._fullshard.reduction._pack = pack
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(4, 5, 16, generator=generator)
+        if step == 2:
+            with fs.accumulate(model):
+                model(x * 0.5).square().mean().backward()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with fs.full(model, writeback=False):
+        return [p.detach().clone() for p in model.parameters()], written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"strategy": "zero1"},
+        {"precision": "bf16"},
+        {"checkpoint_activations": True},
+        {"strategy": "replicate"},
+    ],
+    ids=str,
+)
+def test_gradients_written_in_place_are_bitwise_those_that_are_copied(
+    kind: str, said: dict[str, Any]
+) -> None:
+    copied = ranks.run(_train, 2, kind, 2**60, said, init=True, timeout_s=60)[0]
+    direct = ranks.run(_train, 2, kind, 1, said, init=True, timeout_s=60)[0]
+    assert copied[1] == 0
+    assert direct[1] > 0, "nothing was written in place"
+    for a, b in zip(copied[0], direct[0], strict=True):
+        if kind not in ("plain", "frozen"):  # the order of a sum of two uses
+            torch.testing.assert_close(
+                a,
+                b,
+                rtol=2e-2 if said.get("precision") else 1e-5,
+                atol=1e-3 if said.get("precision") else 1e-6,
+            )
+        else:
+            assert torch.equal(a, b)
+
+
+def _special() -> list[bool]:
+    import copy
+
+    import fullshard as fs
+    from fullshard.engine import direct
+
+    direct.MIN_BYTES, before = 1, direct.MIN_BYTES
+    try:
+        model = fs.shard(_net("plain"), strategy="replicate")
+    finally:
+        direct.MIN_BYTES = before
+    x = torch.randn(2, 16, requires_grad=True)
+    out = model(x).square().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    grad.square().sum().backward()
+    plain = _net("plain")
+    y = x.detach().clone().requires_grad_()
+    (other,) = torch.autograd.grad(plain(y).square().sum(), y, create_graph=True)
+    other.square().sum().backward()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        same = torch.equal(twin(x), model(x))
+    with fs.full(model):
+        inside = torch.allclose(model(x), plain(x), atol=1e-6)
+        batched = torch.func.vmap(model.head)(x)
+    return [torch.allclose(x.grad, y.grad, atol=1e-5), same, inside, batched.shape == (2, 8)]
+
+
+def test_double_backward_copies_and_torch_func_work_beside_it() -> None:
+    assert all(ranks.run(_special, 1, timeout_s=60)[0])

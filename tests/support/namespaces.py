@@ -1,0 +1,182 @@
+"""Two nodes on one machine: network namespaces joined by a veth pair, as slow as one likes.
+
+Each node has its own address, hostname and /dev/shm: nothing but the wire connects them. It takes root and
+iproute2; where these are not to be had, `two_nodes` raises Unavailable and says which. Whatever was made or
+started here is gone when its `with` ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAM_LIMIT_S = 20.0
+
+
+class Unavailable(Exception):
+    """This machine cannot have network namespaces, or cannot shape a link."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where a process runs: what its command begins with, its address, its network interface."""
+
+    enter: tuple[str, ...]
+    address: str
+    interface: str
+    namespace: str | None = None
+
+
+# --- the nodes ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[Node, Node]]:
+    """Two namespaces joined by a veth pair; deleted at the end, with every process in them."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+    names = (f"fullshard-{os.getpid()}-a", f"fullshard-{os.getpid()}-b")
+    try:
+        try:
+            nodes = _joined(names)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Unavailable(f"no network namespaces here: {_because(error)}") from error
+        yield nodes
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                for pid in ip("netns", "pids", name).split():
+                    kill(int(pid))
+                ip("netns", "delete", name)
+
+
+def _joined(names: tuple[str, str]) -> tuple[Node, Node]:
+    links = [f"fs{os.getpid()}{side}" for side in "ab"]
+    addresses = ["192.0.2.1", "192.0.2.2"]  # set aside for examples: nobody's own network
+    for name in names:
+        ip("netns", "add", name)
+    ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", links[1], "netns", names[1])
+    nodes = []
+    for name, link, address in zip(names, links, addresses, strict=True):
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+        ip("-n", name, "link", "set", link, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        nodes.append(Node(_inside(name, f"node-{name[-1]}"), address, link, name))
+        _run([*nodes[-1].enter, "true"])
+    return nodes[0], nodes[1]
+
+
+def _inside(namespace: str, hostname: str) -> tuple[str, ...]:
+    # A host has its own /dev/shm, where ranks of one host leave their records, and its own name.
+    own = f'mount -t tmpfs none /dev/shm && hostname {hostname} && exec "$@"'
+    return (_program("ip"), "netns", "exec", namespace,
+            "unshare", "--mount", "--uts", "sh", "-c", own, "sh")  # fmt: skip
+
+
+def shape(nodes: Sequence[Node], bits_per_s: float) -> None:
+    """Let no node send faster than that from now on.
+
+    Half a millisecond's worth may pass at once: with less the kernel's timers cannot keep up, with much more
+    small messages would not feel the link. The queue holds 100 ms, so that TCP fills the link.
+    """
+    burst = max(32 * 1024, round(bits_per_s / 8 / 2000))
+    rate = ["rate", f"{round(bits_per_s)}bit", "burst", f"{burst}b", "latency", "100ms"]
+    try:
+        for node in nodes:
+            assert node.namespace is not None, "loopback is not shaped"
+            options = ["qdisc", "replace", "dev", node.interface, "root", "tbf", *rate]
+            _run([_program("tc"), "-n", node.namespace, *options])
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"cannot shape a link here: {_because(error)}") from error
+
+
+def ip(*words: str) -> str:
+    return _run([_program("ip"), *words])
+
+
+def _program(name: str) -> str:
+    return shutil.which(name) or f"/usr/sbin/{name}"
+
+
+def _run(command: Sequence[str]) -> str:
+    limit = {"timeout": PROGRAM_LIMIT_S}
+    return subprocess.run(command, check=True, capture_output=True, text=True, **limit).stdout
+
+
+def _because(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} not found (Debian: apt install iproute2)"
+    return f"{error} {getattr(error, 'stderr', None) or ''}".strip()
+
+
+# --- the processes ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(
+    nodes: Sequence[Node], commands: Sequence[Sequence[str]], folder: Path, **variables: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """One command a node, its output in `folder`. Whatever they started has ended when this ends."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for index, (node, command) in enumerate(zip(nodes, commands, strict=True)):
+            with open(folder / f"node-{index}.log", "w") as log:
+                options = {"env": _environment(node) | variables, "stdout": log, "stderr": log}
+                process = subprocess.Popen(
+                    [*node.enter, *command], text=True, start_new_session=True, **options
+                )
+            started.append(process)
+        yield started
+    finally:
+        for pid in [pid for process in started for pid in (*below(process.pid), process.pid)]:
+            kill(pid)
+        for process in started:
+            process.wait(10)
+
+
+def _environment(node: Node) -> dict[str, str]:
+    here = Path(__file__).resolve().parent
+    paths = [str(here), str(here.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+def finish(started: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> None:
+    """Wait for all of them; one that fails, or is late, is an error with everybody's last words."""
+    deadline = time.monotonic() + limit_s
+    while any(process.poll() is None for process in started):
+        failed = any(process.poll() for process in started)
+        if failed or time.monotonic() > deadline:
+            raise AssertionError(logs(folder))
+        time.sleep(0.1)
+    assert not any(process.returncode for process in started), logs(folder)
+
+
+def logs(folder: Path) -> str:
+    found = [f"--- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(folder.glob("*.log"))]
+    return "a process failed or did not end in time\n" + "\n".join(found)
+
+
+def below(pid: int) -> list[int]:
+    """Children of a process, and theirs. The workers of a torchrun agent lead sessions of their own."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [*below(child), child]
+    return found
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,371 @@
+"""Run a function on N real processes, each a rank, and get its value back from each.
+
+    values = ranks.run(fn, 2, "zero3")          # fn("zero3") on two ranks; values[r] is rank r's
+    errors = ranks.run(fn, 2, expect_error=True)  # {rank: RankError}; a rank that hung is "Hang"
+
+Every rank sees the environment torchrun would give it and runs on one torch thread. Workers are forked
+from a server that has torch imported, and kept warm between runs, because starting two ranks costs 0.6 s
+and importing transformers in them another 3 s. After a run that did not go well everywhere all workers are
+ended: nobody knows what state they are in. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
+
+The models of tests are so small that all their blocks would be merged into one unit. So merging is off on
+ranks, and on for a run that asks: `ranks.run(fn, 2, merge_bytes=4096)`.
+
+A run has a time limit, always. At the limit every rank still running is asked for its stacks (faulthandler
+answers a signal even where Python is stuck in a collective), then killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Outcome", "RankError", "RankFailure", "outcome", "run"]
+
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+GRACE_S = 5.0  # what the others get to come to an end after one rank has failed
+STACKS_SIGNAL = signal.SIGUSR1
+TESTS = Path(__file__).resolve().parents[1]
+FOLDERS = [str(TESTS / name) for name in ("support", "pure", "ranks", "faults", "integrations", "gpu")]
+
+
+class _RankError(NamedTuple):
+    type_name: str
+    message: str
+    traceback: str
+
+
+class RankError(_RankError):
+    """What ended one rank: (type name, message, traceback). A hung rank has type "Hang" and its stacks."""
+
+    bases: tuple[str, ...] = ()
+
+    def is_a(self, name: str) -> bool:
+        return name in self.bases
+
+
+class RankFailure(AssertionError):
+    """At least one rank failed. `errors` has each failed rank's RankError."""
+
+    def __init__(self, what: str, errors: dict[int, RankError]) -> None:
+        self.errors = errors
+        parts = [f"{what}: {len(errors)} rank(s) failed"]
+        for rank, error in sorted(errors.items()):
+            parts.append(f"--- rank {rank}: {error.type_name}: {error.message}\n{error.traceback}")
+        super().__init__("\n".join(parts))
+
+
+@dataclass
+class Outcome:
+    """Values of the ranks that returned, errors of those that did not."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, RankError] = field(default_factory=dict)
+
+    @property
+    def hung(self) -> list[int]:
+        return sorted(rank for rank, error in self.errors.items() if error.type_name == "Hang")
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    expect_error: bool = False,
+    **options: Any,
+) -> Any:
+    """`fn(*args)` on `ranks` processes: the list of return values by rank, or RankFailure.
+
+    With `expect_error` the dict of errors by rank comes back instead, and no error at all is a failure.
+    """
+    grace_s = timeout_s if expect_error else GRACE_S
+    result = outcome(fn, ranks, *args, timeout_s=timeout_s, grace_s=grace_s, **options)
+    if expect_error:
+        if not result.errors:
+            raise AssertionError(f"{fn.__name__} on {ranks} ranks raised nothing: {result.values!r}")
+        return result.errors
+    if result.errors:
+        raise RankFailure(f"{fn.__name__} on {ranks} ranks", result.errors)
+    return [result.values[rank] for rank in range(ranks)]
+
+
+def outcome(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float | None = None,
+    init: bool = False,
+    fresh: bool = False,
+    merge_bytes: int = 0,
+) -> Outcome:
+    """`fn(*args)` on `ranks` processes, whatever comes of it.
+
+    `init` starts a gloo process group first. With `fresh` a rank's process ends when `fn` returns, as a
+    script's would; otherwise it stays for the next run. Blocks are merged into units of `merge_bytes`.
+    """
+    fresh = fresh or bool(os.environ.get("FULLSHARD_TEST_FRESH"))
+    if fresh:
+        _pool.end()
+    workers = _pool.first(ranks)
+    port = free_port()
+    for rank, worker in enumerate(workers):
+        environment = _environment(rank, ranks, port)
+        task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh, merge_bytes)
+        worker.pipe.send_bytes(pickle.dumps(task))
+    result = _collect(workers, timeout_s, timeout_s if grace_s is None else grace_s)
+    if fresh or result.errors:
+        _pool.end()
+    return result
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The host's own name need not resolve in a container; all ranks are here.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+
+
+# --- the parent's side --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    init: bool
+    last: bool
+    merge_bytes: int
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path
+
+    def read_stacks(self) -> str:
+        """The Python stacks of all threads, now. Empty where the process is gone or never got going."""
+        before = self.stacks.stat().st_size if self.stacks.exists() else 0
+        pid = self.process.pid
+        if pid is None or not self.process.is_alive() or not self.stacks.exists():
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS_SIGNAL)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and self.stacks.stat().st_size == before:
+            time.sleep(0.02)
+        time.sleep(0.05)  # several threads are written one after the other
+        return self.stacks.read_text(errors="replace")[before:]
+
+    def kill(self) -> None:
+        self.pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(5)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.count = 0
+
+    def first(self, ranks: int) -> list[_Worker]:
+        if any(not worker.process.is_alive() for worker in self.workers):
+            self.end()
+        while len(self.workers) < ranks:
+            self.workers.append(self._start())
+        return self.workers[:ranks]
+
+    def _start(self) -> _Worker:
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        ours, theirs = context.Pipe()
+        stacks = Path(self.folder.name) / f"stacks-{self.count}"
+        self.count += 1
+        with _one_thread_environment():
+            process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+            process.start()
+        theirs.close()
+        return _Worker(process, ours, stacks)
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
+
+
+_pool = _Pool()
+atexit.register(_pool.end)
+
+
+@contextlib.contextmanager
+def _one_thread_environment() -> Iterator[None]:
+    # The fork server inherits it when it starts; OpenMP reads it when torch is imported there.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _collect(workers: list[_Worker], timeout_s: float, grace_s: float) -> Outcome:
+    result = Outcome()
+    pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            _collect_hung(workers, pending, result, timeout_s)
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            _collect_one(workers[rank], rank, result)
+        if result.errors:
+            deadline = min(deadline, time.monotonic() + grace_s)
+    return result
+
+
+def _collect_one(worker: _Worker, rank: int, result: Outcome) -> None:
+    try:
+        kind, payload = pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        worker.process.join(5)
+        code = worker.process.exitcode
+        result.errors[rank] = RankError("Exit", f"the process ended with exit code {code}", "")
+        return
+    if kind == "value":
+        result.values[rank] = payload
+    else:
+        type_name, message, text, bases = payload
+        result.errors[rank] = error = RankError(type_name, message, text)
+        error.bases = bases
+
+
+def _collect_hung(
+    workers: list[_Worker], pending: dict[Connection, int], result: Outcome, timeout_s: float
+) -> None:
+    because = "after another rank failed" if result.errors else f"at the limit of {timeout_s:g} s"
+    for rank in pending.values():
+        result.errors[rank] = RankError("Hang", f"still running {because}", workers[rank].read_stacks())
+
+
+# --- the worker's side --------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, stacks_path: str) -> None:
+    _die_with_parent()
+    stacks = open(stacks_path, "w")  # noqa: SIM115 - the signal handler writes into it as long as we live
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    environment = dict(os.environ)
+    while True:
+        try:
+            task: _Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        os.environ.update(task.environment)
+        kind, payload = _answer(task)
+        if kind == "value" and not task.last:
+            _forget(environment)
+        # After an error everything stays as it is until the parent ends us: closing the process group here
+        # would end the other ranks' waiting, and hide that they hang.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(payload)
+        if task.last and kind == "value":
+            return
+
+
+def _die_with_parent() -> None:
+    # Linux: the fork server ends with the tests, and we with it, even inside a collective that never ends.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
+def _answer(task: _Task) -> tuple[str, bytes]:
+    import torch
+
+    from fullshard import options
+    from fullshard.plan import units
+
+    torch.manual_seed(0)
+    random.seed(0)
+    units.MERGE_BYTES = task.merge_bytes
+    units.TINY_BYTES = options.SMALL_BYTES = 0
+    try:
+        if task.init:
+            torch.distributed.init_process_group("gloo")
+        fn: Any = importlib.import_module(task.module)
+        for name in task.qualname.split("."):
+            fn = getattr(fn, name)
+        # Plain pickle, not multiprocessing's: that one would send tensors through shared memory, which is
+        # gone when this process is.
+        return "value", pickle.dumps(("value", fn(*task.args)))
+    except BaseException as error:
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        text = traceback.format_exc()
+        return "error", pickle.dumps(("error", (type(error).__name__, str(error), text, bases)))
+
+
+def _forget(environment: dict[str, str]) -> None:
+    """Leave nothing of this run to the next: process group, environment, torch's global settings."""
+    import torch
+
+    gc.collect()
+    with contextlib.suppress(Exception):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
