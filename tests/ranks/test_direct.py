@@ -75,7 +75,7 @@ def _train(kind: str, min_bytes: int, said: dict[str, Any]) -> tuple[list[torch.
 
     def pack(reduction: Any, gradients: Any) -> Any:
         nonlocal written
-        views = reduction.outgoing.views if reduction.outgoing is not None else [None] * len(gradients)
+        views = reduction.send_buffer.views if reduction.send_buffer is not None else [None] * len(gradients)
         there = [(g, v) for g, v in zip(gradients, views, strict=True) if g is not None and v is not None]
         written += sum(g.data_ptr() == v.data_ptr() for g, v in there)
         return send(reduction, gradients)

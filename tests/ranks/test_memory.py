@@ -104,7 +104,7 @@ def resting_after(strategy: str, precision: str, what: str) -> dict[str, Any]:
         buffer.flat.untyped_storage().nbytes()
         for unit in runtime.reduction._units
         for lane in unit
-        for buffer in (lane.outgoing, lane.pile)
+        for buffer in (lane.send_buffer, lane.accumulation)
         if buffer is not None
     ]
     return {
@@ -182,7 +182,7 @@ def gradient_memory(strategy: str) -> dict[bool, list[bool]]:
     found: dict[bool, list[bool]] = {True: [], False: []}
     for unit in model._fullshard.reduction._units:
         for reduction in unit:
-            held = (reduction.lane.gradients, reduction.outgoing, reduction.pile)
+            held = (reduction.lane.gradients, reduction.send_buffer, reduction.accumulation)
             grads = [p.grad for p in reduction.lane.parameters]
             found[any(reduction.lane.trainable)].append(any(h is not None for h in (*held, *grads)))
     return found
