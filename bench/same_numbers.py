@@ -5,11 +5,11 @@
     python bench/same_numbers.py compare before.json after.json
 
 A row of the table is a model, a strategy, a precision, a number of ranks and what else the run does. Every
-row trains for a few steps and notes, on each rank, losses and gradient norms as hexadecimal floats, and at the
-end SHA-256 digests of whole parameters, buffers, the state of the random generator and the tensors that fs.save
-writes, the optimizer's among them. Only the public face is used, so the inside may move. `--only TEXT` records
-the rows whose name contains TEXT, and those whose checkpoints they load. Plans are recorded as text: a
-difference there is reported, and is no failure.
+row trains for a few steps and notes, on each rank, losses and gradient norms as hexadecimal floats, and at
+the end SHA-256 digests of whole parameters, buffers, the state of the random generator and the tensors that
+fs.save writes, the optimizer's among them. Only the public face is used, so the inside may move.
+`--only TEXT` records the rows whose name contains TEXT, and those whose checkpoints they load. Plans are
+recorded as text: a difference there is reported, and is no failure.
 
 Ranks are processes that are started once for each number of ranks and go through all rows of that number,
 each with a process group of its own. A row that raises has the error as its result.
@@ -221,12 +221,12 @@ class Odd(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
         self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-        self.half = nn.Linear(7, 7, dtype=torch.bfloat16)
+        self.narrow = nn.Linear(7, 7, dtype=torch.bfloat16)
         self.unused, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.first(x))
-        y = y + self.half(y.to(self.half.weight.dtype)).to(y.dtype) + self.empty.sum().to(y.dtype)
+        y = y + self.narrow(y.to(self.narrow.weight.dtype)).to(y.dtype) + self.empty.sum().to(y.dtype)
         score: Tensor = self.last(y).double() * self.scale
         return score
 
@@ -253,9 +253,8 @@ def _llama() -> nn.Module:
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=3, n_head=4)
-    config.bos_token_id = config.eos_token_id = 0
-    return GPT2LMHeadModel(config)  # with its dropout
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))  # with its dropout
 
 
 def _t5() -> nn.Module:
@@ -348,7 +347,6 @@ MODELS = {
     "found": Model(Gpt),
     "wide": Model(_WIDE),
     "tied": Model(functools.partial(Gpt, tied=True), units=Block),
-    "tied-found": Model(functools.partial(Gpt, tied=True)),
     "large-tied": Model(_LARGE_TIED),
     "dropout": Model(functools.partial(Gpt, dropout=0.2), units=Block),
     "halves": Model(lambda: Gpt().bfloat16(), units=Block),
@@ -439,7 +437,7 @@ gpt replicate fp32 1 2 3 4
 gpt zero1 fp32 1 2 3 4
 gpt zero2 fp32 1 2 3 4
 gpt zero3 fp32 1 2 3 4
-gpt zero3 fp32 2 3 4 keep-none
+gpt zero3 fp32 2 3 keep-none
 gpt hybrid fp32 4
 gpt hybrid fp32 4 keep-none
 gpt hybrid-shard fp32 4
@@ -453,9 +451,7 @@ gpt hybrid-shard bf16 4 keep-none
 gpt zero3 fp16 2
 gpt zero1 fp16 3 overflow
 gpt replicate fp16 1 overflow
-gpt hybrid fp16 4
 gpt replicate wire8 3
-gpt zero1 wire8 2
 gpt zero2 wire8 4
 gpt zero3 wire8 2 3 keep-none
 gpt hybrid wire8 4
@@ -464,9 +460,8 @@ gpt replicate gather8 2
 gpt zero1 gather8 4
 gpt zero2 gather8 3
 gpt zero3 gather8 2 keep-none
-gpt hybrid gather8 4 keep-none
 gpt hybrid-shard gather8 4 keep-none
-gpt zero3 both8 2 4
+gpt zero3 both8 2
 gpt zero3 both8 3 accumulate
 gpt zero3 forgetful8 2
 gpt zero2 bf16-reduce 2
@@ -476,28 +471,23 @@ gpt zero1 fp32 2 scatter
 gpt zero2 bf16 3 scatter
 gpt zero3 fp32 4 scatter keep-none
 gpt zero3 bf16 2 scatter
-gpt hybrid bf16 4 scatter
 gpt hybrid-shard fp32 4 scatter
-gpt zero3 bf16 4 exchange
-found zero3 fp32 1 2 3
+found zero3 fp32 1 3
 found zero2 bf16 4
-found replicate fp32 2
 found hybrid-shard wire8 4
 wide zero3 fp32 2
-wide zero3 bf16 4 keep-none
+wide zero3 bf16 3 keep-none
 wide zero2 fp32 3
 wide zero3 gather8 2 recompute
 tied zero3 fp32 2 keep-none
 tied zero1 bf16 3
 tied hybrid fp32 4
-tied-found zero3 fp32 3
 large-tied zero3 fp32 2
 large-tied zero3 both8 3 keep-none
 dropout zero3 fp32 2 recompute
 dropout zero2 bf16 3
 dropout hybrid-shard fp32 4 recompute
 halves zero3 bf16 2
-halves zero1 fp32 3
 nested zero3 fp32 2 keep-none
 nested zero2 bf16 3 recompute
 nested hybrid fp32 4 accumulate
@@ -506,55 +496,46 @@ twice zero3 fp32 3 keep-none
 twice zero2 bf16 2
 twice hybrid-shard fp32 4 recompute
 mixture zero3 fp32 2 keep-none
-mixture zero3 bf16 4
+mixture zero3 bf16 3
 mixture zero1 fp32 3 accumulate
 mixture replicate wire8 2
 mixture hybrid fp32 4
-mixture-found zero3 fp32 4
+mixture-found zero3 fp32 2
 adapted zero3 fp32 2 keep-none
 adapted zero2 bf16 3
 adapted hybrid-shard gather8 4
-adapted replicate fp32 2
 convolutions zero3 fp32 2
 convolutions zero1 bf16 3
-convolutions zero3 fp32 4 recompute
 convolutions-found zero2 fp32 2
-odd zero3 fp32 2 4
+odd zero3 fp32 4
 odd zero1 fp32 3
 odd zero3 bf16 4
 odd replicate fp32 2
 llama zero3 fp32 2
-llama zero2 bf16 4
 llama zero3 bf16 3 generate
 llama-meta zero3 fp32 2 keep-none
 llama-meta hybrid bf16 4
 gpt2 zero3 fp32 3 recompute
-gpt2 zero1 fp32 2
 gpt2-meta zero3 fp32 2
 t5 zero3 fp32 2 keep-none
 t5 zero2 bf16 3
 wide-meta zero3 fp32 2
 gpt zero3 fp32 2 accumulate
 gpt zero1 fp32 4 accumulate
-gpt zero2 bf16 2 accumulate
 gpt replicate wire8 2 accumulate
 gpt hybrid-shard fp32 4 accumulate
 gpt zero3 bf16 3 micro
-gpt zero1 fp32 2 micro
 gpt zero3 fp32 3 recompute keep-none
-gpt zero2 fp32 2 recompute
 gpt zero3 bf16 2 keep-all
 gpt zero3 fp32 3 keep-some
 gpt zero3 fp32 2 no-prefetch
 gpt hybrid bf16 4 no-prefetch keep-none
 gpt zero3 fp32 2 evaluate keep-none
-gpt zero2 bf16 3 evaluate
 convolutions zero3 fp32 2 evaluate
 gpt zero3 fp32 3 evaluate-inside keep-none
 gpt zero1 fp32 2 evaluate-inside
 gpt zero3 fp32 2 edit
-gpt zero1 bf16 4 edit
-gpt hybrid-shard fp32 4 edit
+gpt zero1 bf16 3 edit
 gpt replicate fp32 3 edit
 gpt zero3 fp32 2 even
 gpt zero2 bf16 3 even
@@ -566,25 +547,21 @@ tied hybrid-shard fp32 4 copy
 gpt zero3 wire8 2 copy
 gpt zero3 bf16 2 inference
 gpt zero3 fp32 3 inference-none keep-none
-mixture zero2 fp32 4 inference-none
 gpt zero3 fp32 2 sgd
 gpt zero1 bf16 3 sgd accumulate
-gpt hybrid fp32 4 sgd
-gpt replicate fp32 2 sgd
 gpt zero3 fp32 2 optimizer-first
-tied zero2 fp32 3 optimizer-first
 gpt zero3 fp32 2 zeros
 gpt zero2 fp32 2 verify
 gpt zero3 fp32 3 check
-gpt zero3 bf16 2 ignore
+gpt zero3 fp32 2 ignore
 gpt zero3 fp32 1 alone
 found zero3 bf16 1 alone recompute
 gpt zero3 fp32 2 background
 gpt zero2 bf16 3 parts
 adapted zero3 fp32 2 halved
-gpt zero3 fp32 2 4 fsdp2
+gpt zero3 fp32 2 fsdp2
 gpt zero2 bf16 3 fsdp2 accumulate
-gpt zero3 fp32 2 3 fsdp1
+gpt zero3 fp32 3 fsdp1
 gpt zero2 bf16 2 fsdp1
 """
 _MESHES = (
@@ -901,7 +878,7 @@ def run_row(row: Row, rank: int, folder: Path) -> Notes:
     run = _start(row, rank, folder)
     first = 0
     if row.loads:
-        source = Row.folder.fget(next(r for r in table() if r.name == row.loads))  # type: ignore[attr-defined]
+        source = next(each for each in table() if each.name == row.loads).folder
         first = int(fs.load(folder / source, run.model, run.optimizer)["step"])
         run.note("random state after load", digest(torch.get_rng_state()))
     if run.has("even"):
@@ -956,6 +933,7 @@ def serve(rank: int, ranks: int, port: int, folder: Path, only: str) -> None:
                 lines = str(error).strip().splitlines() or [""]
                 notes = {"error": f"{type(error).__name__}: {lines[0]}"}
             gc.collect()
+            gc.freeze()  # modules and what else stays need not be looked at again
             if dist.is_initialized():
                 dist.destroy_process_group()
             said = {"row": row.name, "notes": notes, "seconds": time.monotonic() - started}
@@ -1010,7 +988,12 @@ def record(out: Path, source: Path | None, only: str) -> None:
     """Run the rows and write what they come to."""
     rows, began = selected(only), time.monotonic()
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+    }
     environment["MKL_CBWR"] = "AVX2,STRICT"  # no number depends on where in memory an operand begins
     if source is not None:
         if not (source / "fullshard" / "__init__.py").exists():
@@ -1018,7 +1001,9 @@ def record(out: Path, source: Path | None, only: str) -> None:
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(source.resolve()), *([before] if before else [])])
     recording: dict[str, Any] = {"torch": torch.__version__, "sources": [], "seconds": {}, "rows": {}}
-    with tempfile.TemporaryDirectory(prefix="same-numbers-") as name:
+    memory = Path("/dev/shm")  # fs.save flushes every file: a disk would take most of the time
+    where = memory if memory.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="same-numbers-", dir=where) as name:
         for ranks in COUNTS:
             mine = [row for row in rows if row.ranks == ranks]
             if not mine:

@@ -25,6 +25,7 @@ from fullshard.options import Options
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import Plan, make_plan
 from fullshard.plan.units import Unit, find_units
+from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,28 +72,36 @@ def shard(
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
         masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
+    return shard_with(
+        NO_INTEGRATION,
+        model,
+        mesh=mesh,
+        strategy=strategy,
+        precision=precision,
+        units=units,
+        ignore=ignore,
+        checkpoint_activations=checkpoint_activations,
+        initial=initial,
+        materialize=materialize,
+        device=device,
+        check_gradients=check_gradients,
+        prefetch=prefetch,
+        keep_full=keep_full,
+        reduce=reduce,
+        across=across,
+    )
+
+
+def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
+    """`shard` with what an integration hands in. `options` are those of `shard`."""
     control.start()
     found: _Found | None = None
     problem: FullshardError | None = None
     grid: torch.Tensor | None = None
     beside: list[int] | None = None
     try:
-        grid, beside = _ranks(model, mesh, strategy)
-        said = _options.parse(
-            strategy=strategy,
-            precision=precision,
-            units=units,
-            ignore=ignore,
-            checkpoint_activations=checkpoint_activations,
-            initial=initial,
-            materialize=materialize,
-            device=device,
-            check_gradients=check_gradients,
-            prefetch=prefetch,
-            keep_full=keep_full,
-            reduce=reduce,
-            across=across,
-        )
+        grid, beside = _ranks(model, mesh, options.get("strategy", "zero3"))
+        said = _options.parse(integration=integration, **options)
         found = _look_at(model, said, grid)
         said = found.said
     except FullshardError as error:

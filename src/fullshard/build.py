@@ -158,7 +158,7 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
             for reference in member.references:
                 place = reference.container, reference.key
                 slots.add(None, place, member.parameter, computing, member.name)
-    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged)
+    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy)
 
 
 def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard import precision as _precision
 from fullshard.errors import OptionError
+from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
 # Full values that stay between forward and backward unless told otherwise: too little to be worth a gather.
@@ -43,6 +44,7 @@ class Options:
     device: torch.device | None  # None: the model's own
     on_gpu: bool  # where the shards will be; small means something else there
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
+    integration: Integration = NO_INTEGRATION
 
     @property
     def replicated(self) -> bool:
@@ -88,6 +90,7 @@ def parse(
     keep_full: int | str | None = None,
     device: torch.device | str | int | None = None,
     on_gpu: bool = False,
+    integration: Integration | None = None,
 ) -> Options:
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("initial", initial, INITIAL)
@@ -121,6 +124,7 @@ def parse(
         keep_full=_keep_full(keep_full),
         device=_device(device),
         on_gpu=on_gpu,
+        integration=integration or NO_INTEGRATION,
     )
 
 

@@ -208,7 +208,7 @@ def _mixed_strategies() -> None:
     found = train(ours(), model)
     assert_values(found["model"], in_one_process()["model"], "mixed strategies")
     runtime = model.__dict__["_fullshard"]
-    assert [unit.stays_full for unit in runtime.units] == [None, None, None, None, True]  # the head's
+    assert [unit.policy.stays_full for unit in runtime.units] == [None, None, None, None, True]  # the head's
     assert runtime.options.strategy == "zero3"
 
 

@@ -151,7 +151,7 @@ class Gathering:
                 if self._releasing and not self._kept(self.units[index]):
                     self.units[index].release()
         for unit in self.units:
-            root_stays = unit is self.root and unit.stays_full is not False
+            root_stays = unit is self.root and unit.policy.stays_full is not False
             stays = root_stays or unit.unhooked or (walk_known and self._kept(unit))
             if not keep or (self._releasing and not stays):
                 unit.release()
@@ -220,7 +220,7 @@ class Gathering:
         if self._options.releases_after_forward and self.order is not None and not self.diverges:
             sizes = [unit.full_bytes for unit in self.units]
             self._keep = kept_units(self.order, sizes, *self._options.keeps, self._no_need)
-            self._keep |= {unit.index for unit in self.units[1:] if unit.stays_full}
+            self._keep |= {unit.index for unit in self.units[1:] if unit.policy.stays_full}
 
     # ---- fs.inference
 

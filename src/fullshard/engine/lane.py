@@ -78,7 +78,6 @@ class Lane:
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | None = None
-        self.zero_unused = False  # what nobody used gets a gradient of zeros, where the rest has one
         self.keeps_memory = False  # of a small model: getting it anew each time costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype

@@ -123,9 +123,10 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
     if not runtimes:
         return runtimes
     resting = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
+    exclusive = all(r.options.integration.exclusive_optimizers for r in runtimes)
     for group, parameter in held:
         strange = id(parameter) not in resting
-        if strange and (owner(parameter) is not None or all(r.alone for r in runtimes)):
+        if strange and (owner(parameter) is not None or exclusive):
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group})"
                 " that the sharded model does not own: it would train on this rank alone",

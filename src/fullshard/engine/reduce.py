@@ -28,6 +28,7 @@ from fullshard.engine.reduce_buffers import (
     packed_gradients,
     unpackable,
 )
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.tensor_parallel import local_gradients
@@ -43,8 +44,8 @@ def _nothing(_: int) -> None:
 
 
 class Reduction:
-    def __init__(self, lanes_by_unit: Sequence[Sequence[Lane]], comm: Comm, options: Options) -> None:
-        self._units = [[LaneReduction(lane) for lane in lanes] for lanes in lanes_by_unit]
+    def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
+        self._units = [[LaneReduction(lane, unit) for lane in unit.lanes] for unit in units]
         self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
         self.in_flight: list[InFlight] = []  # exchanges under way, the oldest first
@@ -57,7 +58,6 @@ class Reduction:
         self.postponing = False  # inside fs.accumulate
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
-        self.divide_by: dict[Lane, float] = {}  # lanes whose sums are divided by something else
         self.postponed = False
         self._bad: list[str] = []  # parameters whose local gradients are not finite
 
@@ -190,7 +190,8 @@ class Reduction:
 
     def _exchange(self, reduction: LaneReduction, sent: SendBuffer, from_accumulation: bool) -> None:
         ranks = self._comm.all_ranks if from_accumulation else max(1, self.active_ranks)
-        divisor = self.divide_by.get(reduction.lane, ranks)
+        own_divisor = reduction.unit.policy.divisor
+        divisor = ranks if own_divisor is None else own_divisor
         line, unit = self._comm.shard_group, reduction.lane.unit
         self._throttle(sent.size_bytes)
         if self._comm.ranks == 1:

@@ -13,6 +13,7 @@ from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.lane import Lane, LaneGradients, piece_view
 from fullshard.engine.quantize import add_rows, pack
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import GradientError, unit_label
 from fullshard.plan.layout import Piece
 from fullshard.precision import packed_bytes
@@ -80,6 +81,7 @@ class LaneReduction:
     """What one lane needs to reduce: buffers, what postponed up, who was used since the last sum."""
 
     lane: Lane
+    unit: LiveUnit
     send_buffer: SendBuffer | None = None
     accumulation: SendBuffer | None = None
     has_accumulated: bool = False  # the accumulation has something that was not sent yet
@@ -94,7 +96,7 @@ class LaneReduction:
             self.accumulation.close()
 
     def note(self, used: Sequence[bool]) -> None:
-        if self.lane.zero_unused and any(used):
+        if self.unit.policy.zero_unused and any(used):
             used = [True] * len(used)
         self.used = (
             list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]

@@ -32,6 +32,7 @@ from fullshard.errors import NotSupported, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.plan import Plan
 from fullshard.plan.schedule import reduce_order
+from fullshard.policy import UnitPolicy
 
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
@@ -64,7 +65,6 @@ class Runtime:
     copier: Callable[[Runtime, dict[int, Any]], Runtime]
     guard: Callable[[Runtime], None]  # watches parameters that train for use at rest
     adopt_optimizer: Callable[[torch.optim.Optimizer], None]  # called with each optimizer at its first step
-    alone = True  # an optimizer that holds its parameters should hold no others
 
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]
@@ -73,7 +73,7 @@ class Runtime:
         self.parameters = [p for lane in self.lanes for p in lane.parameters]
         self.ignored: list[nn.Parameter] = []
         self.gathering = Gathering(self.units, comm, options)
-        self.reduction = Reduction([unit.lanes for unit in self.units], comm, options)
+        self.reduction = Reduction(self.units, comm, options)
         self.reduction.before_send = self.gathering.pass_backward_to
         self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
         self._computing = [c for lane in self.lanes for c in lane.compute_parameters]
@@ -122,7 +122,8 @@ class Runtime:
         if unit.merged:
             unit.meet(module, current_task() != NO_TASK)
         unit.claims = max(0, unit.claims - 1)
-        dtype = self.options.precision.compute if unit.casts is None else unit.casts[0]
+        casts = unit.policy.casts
+        dtype = self.options.precision.compute if casts is None else casts[0]
         if dtype is not None:
             args = cast_floats(args, dtype)
             kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
@@ -145,8 +146,9 @@ class Runtime:
             output = map_tensors(output, partial(unit.hand_out, grad))
         hooked = grad and self._hook(unit, module, output, node)
         unit.unhooked |= grad and not hooked and unit.trains()
-        dtype = unit.casts[1] if unit.casts else self.options.precision.outputs if unit is self.root else None
-        if dtype is not None and (unit.casts is None or module in unit.modules):
+        casts = unit.policy.casts
+        dtype = casts[1] if casts else self.options.precision.outputs if unit is self.root else None
+        if dtype is not None and (casts is None or module in unit.modules):
             output = cast_floats(output, dtype)
         if current_task() == NO_TASK:
             gathering = self.gathering
@@ -160,6 +162,11 @@ class Runtime:
                 gathering.end_pass(keep=hooked)
                 self.comm.check_agreement()
         return output
+
+    def set_policy(self, unit: LiveUnit, policy: UnitPolicy) -> None:
+        """Replace a unit's policy between steps; the same on all ranks."""
+        unit.policy = policy
+        self.gathering.choose_kept()
 
     def forget_failed_backward(self) -> None:
         failed = self.gathering.backward is not None or self.reduction.in_flight

@@ -16,11 +16,9 @@ from torch import nn
 
 from fullshard.engine.lane import Lane, Slots
 from fullshard.plan.units import looks_up_only
+from fullshard.policy import UnitPolicy
 
 NO_TASK = -1
-
-
-Casts = tuple[torch.dtype | None, torch.dtype | None]  # of inputs, of outputs; None leaves them
 
 
 class State(Enum):
@@ -63,11 +61,13 @@ class LiveUnit:
         slots: Slots,
         sites: Sequence[tuple[nn.Module, str]],
         merged: bool,
+        policy: UnitPolicy,
     ) -> None:
         self.index, self.name = index, name
         self.modules, self.lanes, self.slots = tuple(modules), list(lanes), slots
         self.sites = list(sites)  # every (module, attribute) that shows one of its parameters
         self.merged = merged  # its modules are neighbouring blocks
+        self.policy = policy
         self.awaited: set[nn.Module] = set()  # of them, those not called since it was at rest
         self.to_recompute: set[nn.Module] = set()  # and those called, but not again in backward
         self.inner: list[LiveUnit] = []  # units inside this one's module
@@ -80,8 +80,6 @@ class LiveUnit:
         self.state = State.AT_REST
         self.is_unsharded = False  # inside fs.full: its parameters hold whole values
         self.held = False  # inside fs.inference: stays full until that is left
-        self.stays_full: bool | None = None  # from forward to backward; None: the engine decides
-        self.casts: Casts | None = None  # what its modules take and return, where that is not the run's
         self.depth = 0  # forwards of it that are running
         self._shown = slots.part(None)  # which of its places show full parameters while they run
         self.claims = 0  # entries of the walk that were passed for it and not used yet

@@ -165,7 +165,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, list[Member]]]:
     """A unit's members by dtype and trainability, each lane laid out."""
-    own = unit.precision or options.precision
+    own = unit.policy.precision or options.precision
     groups: dict[tuple[torch.dtype, bool, bool], list[Member]] = {}
     for member in unit.members:
         parameter = member.parameter

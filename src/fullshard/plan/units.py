@@ -26,7 +26,8 @@ from fullshard.options import Options
 from fullshard.plan.aliases import Alias, find_aliases
 from fullshard.plan.layout import Region, memory_order
 from fullshard.plan.tensor_parallel import largest_part, local_of, mesh_of, region_of
-from fullshard.precision import Precision, lane_dtypes
+from fullshard.policy import DEFAULT_POLICY, UnitPolicy
+from fullshard.precision import lane_dtypes
 
 LARGE_BYTES = 16 * 2**20
 # Up to this many bytes blocks travel together. Two gloo ranks on a busy 2-core host, zero3, steps of all
@@ -84,7 +85,7 @@ class Unit:
     modules: tuple[nn.Module, ...]
     members: list[Member] = field(default_factory=list)
     merged: bool = False  # its modules are neighbouring blocks, not the places of a tie
-    precision: Precision | None = None  # its own, where blocks have different ones
+    policy: UnitPolicy = DEFAULT_POLICY
 
 
 def looks_up_only(modules: Sequence[nn.Module]) -> bool:
@@ -108,10 +109,9 @@ def find_units(model: nn.Module, options: Options) -> list[Unit]:
         together, groups = [(module,) for module in chosen], []
     blocks = [Unit(_merged_name([names[m] for m in ms]), ms, merged=len(ms) > 1) for ms in together]
     units = [Unit("", (model,)), *blocks, *groups]
-    own_precision = getattr(options.units, "precision_of", None)  # a choice may say it block by block
-    if own_precision is not None:
+    if options.integration.policy_of is not None:
         for unit in units:
-            unit.precision = own_precision(unit.modules[0])
+            unit.policy = options.integration.policy_of(unit.modules[0])
     home = {module: unit for unit in units for module in unit.modules}
     for member in members:
         _nearest_common(member, home, parents, units[0]).members.append(member)

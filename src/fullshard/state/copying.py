@@ -37,9 +37,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
         unit.hold([units[inner.index] for inner in old.inner])
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
-    twin.alone = runtime.alone
     twin.adopt_optimizer = runtime.adopt_optimizer
-    twin.reduction.divide_by = {memo[id(x)]: factor for x, factor in runtime.reduction.divide_by.items()}
     order = runtime.gathering.order
     twin.gathering.order = None if order is None else list(order)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
@@ -54,7 +52,6 @@ def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     parameters: list[nn.Parameter] = [copy.deepcopy(p, memo) for p in lane.parameters]
     twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.replicated)
     twin.rest.copy_(lane.rest)
-    twin.zero_unused = lane.zero_unused
     twin.show_sharded()
     return twin
 
@@ -65,8 +62,7 @@ def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
     sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in unit.sites]
     lanes = [memo[id(lane)] for lane in unit.lanes]
     slots = Slots(unit.name, modules)
-    twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, unit.merged)  # type: ignore[misc]
-    twin.stays_full, twin.casts = unit.stays_full, unit.casts
+    twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, unit.merged, unit.policy)  # type: ignore[misc]
     return twin
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.unit import Casts
 from fullshard.errors import NotSupported, OptionError
+from fullshard.policy import Casts
 from fullshard.precision import Precision
 
 

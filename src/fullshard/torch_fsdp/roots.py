@@ -31,6 +31,7 @@ from fullshard.engine.runtime import Runtime, engine_of, runtime_of
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.plan.units import has_forward
+from fullshard.policy import Integration, UnitPolicy
 from fullshard.precision import Precision
 from fullshard.torch_fsdp import strategies
 from fullshard.torch_fsdp.parking import Parked, initialise_from_meta
@@ -170,7 +171,8 @@ def _shard(root: Wrapper) -> None:
         if len(ignore) < len(parameters):
             control.start()
             parked.place(_grid_to_fill(wrappers, wanted), wanted.initialize)
-            api.shard(
+            api.shard_with(
+                Integration(policy_of=_policies(wrappers, wanted.units), exclusive_optimizers=False),
                 module,
                 units=wanted.units,
                 ignore=ignore,
@@ -213,16 +215,24 @@ def _settle(root: Wrapper, wrappers: Sequence[Wrapper]) -> None:
     runtime = runtime_of(core(root))
     for wrapper in wrappers:
         wrapper.__dict__["_fullshard"] = runtime
-    runtime.alone = False  # modules around this one may train parameters that nobody shards
+
+
+def _policies(wrappers: Sequence[Wrapper], units: _Units | None) -> Callable[[nn.Module], UnitPolicy]:
+    """What each unit takes from the innermost wrapper around it."""
     innermost = {m: w for w in wrappers for m in w._fsdp_wrapped_module.modules()}  # inner ones come later
-    for unit in runtime.units:
-        owner = innermost[unit.modules[0]]
+    root = core(wrappers[0])
+
+    def policy_of(module: nn.Module) -> UnitPolicy:
+        owner, is_root = innermost[module], module is root
         mixed = owner.said.mixed
-        casts = mixed.cast_forward_inputs or (unit is runtime.root and mixed.cast_root_forward_inputs)
-        unit.casts = (mixed.param_dtype if casts else None, None)
-        if unit is not runtime.root and owner.said.strategy in _KEEPING:
-            unit.stays_full = True
-    runtime.gathering.choose_kept()
+        casts = mixed.cast_forward_inputs or (is_root and mixed.cast_root_forward_inputs)
+        return UnitPolicy(
+            precision=None if units is None else units.precision_of(module),
+            stays_full=True if not is_root and owner.said.strategy in _KEEPING else None,
+            casts=(mixed.param_dtype if casts else None, None),
+        )
+
+    return policy_of
 
 
 def owned_units(wrapper: Wrapper, runtime: Runtime) -> list[LiveUnit]:

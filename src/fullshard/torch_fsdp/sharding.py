@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.api import shard
+from fullshard.api import shard_with
 from fullshard.comm.groups import rank_count, start
 from fullshard.engine.runtime import engine_of
 from fullshard.engine.tensors import cast_floats
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import ModelError, NotSupported, StateError
+from fullshard.policy import Integration, UnitPolicy
 from fullshard.precision import Precision
 from fullshard.torch_fsdp.initialising import Blanks, Window
 from fullshard.torch_fsdp.marks import EMPTY, LIVE, MARKED, Mark, mark_of, marks_in, outermost, own_parameters
@@ -99,7 +100,8 @@ def build(root: nn.Module, materialize: Any = None) -> None:
         ignored = [p for p in own_parameters(root) if any(p in m.asked.ignored for m in marks)]
         sharded = {id(p) for p in own_parameters(root)} - {id(p) for p in ignored}
         if sharded:
-            shard(
+            shard_with(
+                Integration(policy_of=wants.units.policy_of, exclusive_optimizers=False),
                 root,
                 device=_device(root, wants.mesh),
                 strategy=wants.strategy,
@@ -117,10 +119,6 @@ def build(root: nn.Module, materialize: Any = None) -> None:
     for mark in marks:
         mark.become(LIVE)
         _settle(mark)
-    runtime = engine_of(root)
-    if runtime is not None:
-        # Modules around this one may hold parameters that nobody shards, and train them: torch's allows it.
-        runtime.alone = False
 
 
 def _settle(mark: Mark) -> None:
@@ -129,7 +127,7 @@ def _settle(mark: Mark) -> None:
     if unit is None:
         _cast_around(mark.module, *casts)  # nothing to shard here; inputs and outputs are cast all the same
         return
-    unit.casts = casts
+    _change_policy(mark, casts=casts)
     keep_or_release(mark)
     divide(mark)
     fill_unused(mark)
@@ -161,25 +159,28 @@ def keep_or_release(mark: Mark) -> None:
         return
     reshards = mark.asked.reshard_after_forward if mark.reshards is None else mark.reshards
     if unit is runtime.root:
-        unit.stays_full = False if reshards is True else None  # None, torch's default, keeps the root full
+        stays_full = False if reshards is True else None  # None, torch's default, keeps the root full
     else:
         together_on_one = reshards is False or (reshards == 1 and reshards is not True)
-        unit.stays_full = True if together_on_one else None
-    runtime.gathering.choose_kept()
+        stays_full = True if together_on_one else None
+    _change_policy(mark, stays_full=stays_full)
 
 
 def divide(mark: Mark) -> None:
     """`set_gradient_divide_factor` of one unit."""
-    unit, runtime = unit_of(mark.module), engine_of(mark.module)
-    if unit is not None and runtime is not None and mark.divisor is not None:
-        runtime.reduction.divide_by.update(dict.fromkeys(unit.lanes, mark.divisor))
+    if mark.divisor is not None:
+        _change_policy(mark, divisor=mark.divisor)
 
 
 def fill_unused(mark: Mark) -> None:
     """`set_reduce_scatter_unused_params` of one unit: zeros, which weight decay tells from None."""
-    unit = unit_of(mark.module)
-    for lane in unit.lanes if unit is not None else ():
-        lane.zero_unused = mark.zero_unused
+    _change_policy(mark, zero_unused=mark.zero_unused)
+
+
+def _change_policy(mark: Mark, **changes: Any) -> None:
+    unit, runtime = unit_of(mark.module), engine_of(mark.module)
+    if unit is not None and runtime is not None:
+        runtime.set_policy(unit, replace(unit.policy, **changes))
 
 
 def postpone(mark: Mark) -> None:
@@ -221,6 +222,9 @@ class _Units:
 
     def __call__(self, module: nn.Module) -> bool:
         return module in self._nested
+
+    def policy_of(self, module: nn.Module) -> UnitPolicy:
+        return UnitPolicy(precision=self.precision_of(module))
 
     def precision_of(self, module: nn.Module) -> Precision | None:
         mark = self._marks.get(module)
