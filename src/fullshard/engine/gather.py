@@ -17,7 +17,7 @@ import torch
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.inference import InferenceSession, Kept, chosen
-from fullshard.engine.unit import NO_TASK, LiveUnit, State, running_calls
+from fullshard.engine.unit import NO_TASK, LiveUnit, State
 from fullshard.errors import RankMismatch, Stalled, StateError
 from fullshard.options import Options
 from fullshard.plan.schedule import Walk, backward_order, kept_units, one_path, settle
@@ -28,6 +28,10 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # A head tied to its embedding is called at both ends of a pass; below this it is not worth a second gather.
 RETURNING_BYTES = 128 * 2**20
+
+
+def _phase(in_backward: bool) -> str:
+    return "backward" if in_backward else "forward"
 
 
 def _returns(order: Sequence[int], unit: int) -> bool:
@@ -67,10 +71,11 @@ class Gathering:
         if self.inference is not None:
             self.inference.need(unit)
             return
-        walk = self.forward if current_task() == NO_TASK else self.backward
+        in_backward = current_task() != NO_TASK
+        walk = self.backward if in_backward else self.forward
         if walk is None or unit.is_unsharded:
-            if unit.depth == 0:
-                unit.issue()  # outside any pass: every rank is taken to make the same call
+            if unit.pass_state.depth == 0:
+                unit.issue("forward")  # outside any pass: every rank is taken to make the same call
         elif unit.state is State.AT_REST or (walk is self.forward and unit.index not in self._fresh):
             self._ahead = None
             if self.order is None:
@@ -79,7 +84,7 @@ class Gathering:
                 self._pass_up_to(unit, walk)
         elif unit.index == self._ahead:
             self._ahead = None
-        unit.ready()
+        unit.ready(_phase(in_backward), in_backward)
         if walk is not None and self._ahead is None and self._options.prefetch and walk.next() is not None:
             self._ahead, repeated = walk.take()
             self._take_part(self.units[self._ahead], repeated)
@@ -87,26 +92,26 @@ class Gathering:
     def _pass_up_to(self, unit: LiveUnit, walk: Walk) -> None:
         passed = walk.up_to(unit.index)
         if passed is None:
-            unit.issue()  # a call more than the order knows: every rank is taken to make it
+            # A call more than the order knows: every rank is taken to make it.
+            unit.issue(_phase(walk is self.backward), again=walk is self.backward)
             return
         for index, repeated in passed:
             self._take_part(self.units[index], repeated)
 
     def _take_part(self, unit: LiveUnit, repeated: bool) -> None:
-        unit.claims += 1
+        unit.pass_state.claims += 1
         releasing = self._releasing and self.backward is None
         stays = not releasing or unit.index in self._returning
         if repeated or (unit.index in self._fresh and stays):
             return
-        unit.issue()
+        in_backward = self.backward is not None
+        unit.issue(_phase(in_backward), again=in_backward)
         self._fresh.add(unit.index)
 
     def leave(self, unit: LiveUnit, hooked: bool) -> None:
         """A unit's forward is over: let go what neither backward nor a next call wants."""
-        if unit.depth or unit.claims or unit.unhooked:
-            return
-        walk = self.forward
-        if unit.awaited and walk is not None:
+        now, walk = unit.pass_state, self.forward
+        if now.depth or now.claims or now.unhooked or (now.awaited and walk is not None):
             return
         if walk is None:
             releasing = self._options.releases_after_forward or not hooked
@@ -133,10 +138,12 @@ class Gathering:
         self.grad_pass = torch.is_grad_enabled()
         self._releasing = self._options.releases_after_forward or not self.grad_pass
         for unit in self.units:
-            if not unit.runs():  # it does where it was called by itself, and holds a parameter of the root
-                unit.abandon()  # a part of the model, called by itself and interrupted
+            # One that runs was called by itself, and uses a parameter of the root. One that only seems to run
+            # was called by itself and interrupted.
+            if unit.pass_state.depth and not unit.runs():
+                unit.drop_pass()
             unit.await_all()
-            unit.pending = 0  # a forward that never saw its backward does not hold this one up
+            unit.pass_state.pending = 0  # a forward that never saw its backward does not hold this one up
 
     def end_pass(self, keep: bool) -> None:
         """`keep`: a backward may follow. Units the walk still lists are somebody else's: take part."""
@@ -152,49 +159,45 @@ class Gathering:
                     self.units[index].release()
         for unit in self.units:
             root_stays = unit is self.root and unit.policy.stays_full is not False
-            stays = root_stays or unit.unhooked or (walk_known and self._kept(unit))
+            stays = root_stays or unit.pass_state.unhooked or (walk_known and self._kept(unit))
             if not keep or (self._releasing and not stays):
                 unit.release()
-            unit.claims = 0
+            unit.pass_state.claims = 0
         self._settle_for_profiler()
 
     def _settle_for_profiler(self) -> None:
         if self._comm.watchdog.profiled:
             for unit in self.units:
                 if unit.state is State.GATHERING:
-                    unit.ready()
+                    unit.ready("forward")
 
     def abandon_pass(self) -> None:
         """The root's forward was refused before it began, or interrupted."""
         self.forward = self._ahead = None
         for unit in self.units:
-            unit.abandon()
+            unit.drop_pass()
             unit.release()
 
-    def forget_interrupted(self, own_calls: int = 0) -> None:
-        """A forward that ended in KeyboardInterrupt seems to run still: torch calls no hooks behind it.
-
-        `own_calls` of the root are those that ask. A root that calls itself is found on the stack.
-        """
-        stands = self.root.depth and current_task() == NO_TASK
-        if stands and running_calls(self.root.modules[0]) <= own_calls:
+    def forget_interrupted(self) -> None:
+        """A forward that ended in KeyboardInterrupt seems to run still: torch calls no hooks after it."""
+        if self.root.pass_state.depth and current_task() == NO_TASK and not self.root.runs():
             self.abandon_pass()
 
-    def _gather_what_any_rank_needs(self, wish: int) -> None:
-        """First pass: every rank says what it needs, all gather it. Right whatever path a rank takes."""
+    def _gather_what_any_rank_needs(self, needed: int) -> None:
+        """First pass: ranks exchange which unit each needs, and all gather these. Right for any path."""
         while True:
-            wishes = self._comm.all_gather_int(wish)
-            for path, asked in zip(self._paths, wishes, strict=True):
-                if asked != _DONE:
-                    path.append(asked)
-            for index in sorted({w for w in wishes if w != _DONE}):
+            by_rank = self._comm.all_gather_int(needed, "forward")
+            for path, index in zip(self._paths, by_rank, strict=True):
+                if index != _DONE:
+                    path.append(index)
+            for index in sorted(set(by_rank) - {_DONE}):
                 unit = self.units[index]
-                unit.issue()
-                unit.ready()
+                unit.issue("forward")
+                unit.ready("forward")
                 self._fresh.add(index)
-                if index != wish and unit is not self.root and self._releasing:
+                if index != needed and unit is not self.root and self._releasing:
                     unit.release()
-            if wish != _DONE or all(w == _DONE for w in wishes):
+            if needed != _DONE or set(by_rank) == {_DONE}:
                 return
 
     def _settle(self) -> list[int]:
@@ -259,11 +262,9 @@ class Gathering:
         if self.root.is_unsharded:
             return {unit.index for unit in self.units}
         full = [int(not unit.releasable or unit.state is not State.AT_REST) for unit in self.units]
-        before, self._comm.phase = self._comm.phase, "inference"
-        said = self._comm.all_gather_ints([budget_bytes, *full]).amin(0).tolist()
-        self._comm.phase = before
-        free = {index for index, flag in enumerate(said[1:]) if flag}
-        return chosen([unit.full_bytes for unit in self.units], among, free, said[0])
+        least = self._comm.all_gather_ints([budget_bytes, *full], "inference").amin(0).tolist()
+        free = {index for index, flag in enumerate(least[1:]) if flag}
+        return chosen([unit.full_bytes for unit in self.units], among, free, least[0])
 
     # ---- a backward
 
@@ -282,7 +283,7 @@ class Gathering:
         left_out = self._no_need | kept | (self._not_in_backward or set())
         self.backward = Walk(backward_order(order, inside, left_out))
         self._ahead = None
-        self.root.ready()  # an evaluation between forward and backward may have let it go
+        self.root.ready("backward", again=True)  # an evaluation since forward may have released it
         return order
 
     def began(self, unit: LiveUnit) -> None:
@@ -303,7 +304,7 @@ class Gathering:
         for unit in self.units:
             if not self.keeping:
                 unit.release()
-            unit.forget()
+            unit.end_backward()
         self._settle_for_profiler()
         self.backward = None
         self._learn_backward()
@@ -313,9 +314,8 @@ class Gathering:
         if self._not_in_backward is not None or self._options.replicated:
             return
         frozen = [u.index for u in self.units if not any(any(lane.trainable) for lane in u.lanes)]
-        needs = (
-            self._comm.all_gather_ints([int(i in self._began_backward) for i in frozen]) if frozen else None
-        )
+        began = [int(i in self._began_backward) for i in frozen]
+        needs = self._comm.all_gather_ints(began, "backward") if frozen else None
         needed = needs.amax(0).tolist() if needs is not None else []
         self._not_in_backward = {i for i, need in zip(frozen, needed, strict=True) if not need}
 
@@ -325,8 +325,7 @@ class Gathering:
     def recover(self) -> None:
         """A backward that raised left its marks: forget it."""
         for unit in self.units:
-            unit.abandon()
-            unit.forget()
+            unit.drop_pass()
             unit.release()
         self._fresh.clear()
         self.backward = None
