@@ -45,10 +45,9 @@ from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
+from fullshard.plan.schedule import in_flight_limit
 from fullshard.plan.tensor_parallel import local_gradients
 
-_MAX_IN_FLIGHT = 4
-_LARGE_BYTES = 128 * 2**20
 _PLAIN = PlainWire(torch.float32)  # sums rows of any dtype
 _grad = attrgetter("grad")
 _GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
@@ -240,7 +239,7 @@ class Reduction:
         gloo uses a link both ways at once only while several are.
         Ranks on different paths finish units in different orders: there, waiting could close a circle.
         """
-        limit = 1 if size_bytes > _LARGE_BYTES else _MAX_IN_FLIGHT
+        limit = in_flight_limit(size_bytes)
         while len(self.in_flight) >= limit and (not self.diverges or self.in_flight[0].over()):
             self._finish_oldest()
 

@@ -32,7 +32,6 @@ from fullshard.environment import return_memory_to_system
 from fullshard.errors import NotSupported, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.plan import Plan
-from fullshard.plan.schedule import reduce_order
 from fullshard.policy import UnitPolicy
 
 _requires_grad = attrgetter("requires_grad")
@@ -162,7 +161,7 @@ class Runtime:
             if gathering.inference is not None:
                 gathering.inference.leave(unit)
                 return output
-            now.called |= hooked or (gathering.forward is not None and gathering.grad_pass)
+            now.called |= hooked or (gathering.forward is not None and gathering.forward.grads)
             if unit is not self.root:
                 gathering.leave(unit, hooked)
             elif now.depth == 0:
@@ -213,7 +212,7 @@ class Runtime:
     def set_policy(self, unit: LiveUnit, policy: UnitPolicy) -> None:
         """Replace a unit's policy between steps; the same on all ranks."""
         unit.policy = policy
-        self.gathering.choose_kept()
+        self.gathering.policy_changed()
 
     def forget_failed_backward(self) -> None:
         failed = self.gathering.backward is not None or self.reduction.in_flight
@@ -389,10 +388,10 @@ class Runtime:
         self._follow_user()  # a pass may have come since, with parameters frozen for it alone
         self._tasks = [current_task()]
         self._values_in_backward = self._current_values()
-        order = self.gathering.begin_backward()
-        self.reduction.diverges = self.gathering.diverges
+        schedule = self.gathering.begin_backward()
+        self.reduction.diverges = schedule.diverges
         with torch.no_grad():
-            self.reduction.begin(reduce_order(order))
+            self.reduction.begin(schedule.reduce)
         _at_end_of_task(self._end_backward)
 
     def _end_segment(self, task: int) -> None:

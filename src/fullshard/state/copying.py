@@ -40,8 +40,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
     twin.adopt_optimizer = runtime.adopt_optimizer
-    order = runtime.gathering.order
-    twin.gathering.order = None if order is None else list(order)
+    twin.gathering.copy_schedule(runtime.gathering)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
     twin.unfinished = partial(_finish, twin)
     twin.guard(twin)
