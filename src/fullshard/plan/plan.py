@@ -203,8 +203,10 @@ def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[
         ScheduledUnit(plan.full_bytes, inside, not looks_up_only(unit.modules), unit.policy.stays_full)
         for plan, unit, inside in zip(plans, units, nesting(units), strict=True)
     ]
-    schedule = make_schedule([_path_by_definition(units) if path is None else path], scheduled, options)
-    return Plan(options.strategy, ranks, plans, schedule)
+    path = _path_by_definition(units) if path is None else path
+    if not options.releases_after_forward:
+        path = list(dict.fromkeys(path))  # the engine does not see another call of a unit that is still full
+    return Plan(options.strategy, ranks, plans, make_schedule([path], scheduled, options))
 
 
 class _HasModules(Protocol):

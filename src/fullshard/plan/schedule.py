@@ -202,7 +202,8 @@ def _kept(
         not_reread = {index for index, unit in enumerate(units) if not unit.rereads}
         kept |= kept_units(order, [unit.full_bytes for unit in units], *options.keeps, not_reread)
         kept |= {index for index, unit in enumerate(units) if index and unit.stays_full}
-    return frozenset(kept)
+    around = _around(units)  # a unit that is released releases those inside it
+    return frozenset(unit for unit in kept if around[unit] <= kept)
 
 
 def _backward(
