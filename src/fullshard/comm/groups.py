@@ -29,7 +29,6 @@ from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
 from fullshard.environment import launch
 from fullshard.errors import FullshardError, OptionError, report_errors_as
 
-SIMULATED = "simulated"  # the backend of fullshard.tools.simulation
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -363,8 +362,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_group(ranks: list[int], backend: str | None = None, timeout: timedelta | None = None) -> Any:
-    if dist.get_backend() in (SIMULATED, "fake"):  # the second is torch's own, for tests
-        # The other ranks are not there: agreements on the host are simulated too, and names are alike.
+    # A group may state that its other ranks are not processes, as with torch's own 'fake' backend: then
+    # agreements on the host go over its backend too, and groups need no names that all ranks share.
+    if getattr(dist.group.WORLD, "peers_are_absent", False) or dist.get_backend() == "fake":
         return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     with named_by_members(ranks):
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
@@ -426,13 +426,11 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     ranks of a node; in an all-to-all every rank's own message crosses. Inside one node, or with one rank a
     node, the all-to-all of narrower gradients sends less. gloo's reduce-scatter is an all-reduce.
     """
-    rank, inner = dist.get_rank(), launch().local_ranks
-    backend = dist.get_backend()
-    if backend == SIMULATED:
-        world: Any = dist.group.WORLD
-        inner = world.node_ranks or dist.get_world_size()
-    elif device.type == "cpu" or backend == "gloo":
-        return False
+    rank, inner = dist.get_rank(), getattr(dist.group.WORLD, "node_ranks", None)
+    if inner is None:  # the group does not state how many of its ranks share a node, but the launcher does
+        if device.type == "cpu" or dist.get_backend() == "gloo":
+            return False
+        inner = launch().local_ranks
     row = grid[int(torch.where(grid == rank)[0][0])].tolist()
     nodes = len({r // inner for r in row})
     return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.direct import MIN_BYTES
+from fullshard.plan.schedule import Call, Phase
 from fullshard.plan.units import Unit
 
 Run = Callable[[nn.Module], tuple[Tensor, Any]]  # a model's forward: its loss, and all that it returned
@@ -38,13 +39,11 @@ _ROUND = 512  # bytes: CUDA's allocator hands out multiples of it
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that live while a unit is at work: at the most, and when it hands over."""
+    """Bytes that live during a call of a unit: at their peak, and when the next call begins."""
 
-    phase: str  # 'forward' or 'backward'
-    unit: int
+    call: Call
     peak_bytes: int
     end_bytes: int
-    done: bool = False  # its gradients are complete
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -56,7 +55,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self._outside = {t.untyped_storage()._cdata for t in parameters}
         self.moments: list[Moment] = []
         self.live = self._peak = 0
-        self._now: tuple[str, int, bool] = ("forward", 0, False)
+        self._now = Call("forward", 0)
         self._ending: Callable[[], None] | None = None
         for buffer in buffers:
             self._count(buffer.untyped_storage())
@@ -81,14 +80,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if self._known.pop(key, None) is not None:
             self.live -= size
 
-    def mark(self, phase: str, unit: int, ending: Callable[[], None] | None = None) -> None:
-        """From here on `unit` is at work; `ending` lets its gradients go when the next one begins."""
-        before, at, done = self._now
-        self.moments.append(Moment(before, at, self._peak, self.live, done))
+    def mark(self, phase: Phase, unit: int, ending: Callable[[], None] | None = None) -> None:
+        """A call of `unit` begins; `ending` frees its gradients when the next call begins."""
+        self.moments.append(Moment(self._now, self._peak, self.live))
         if self._ending is not None:
             self._ending()
         self._ending = ending
-        self._now, self._peak = (phase, unit, ending is not None), self.live
+        self._now, self._peak = Call(phase, unit, ending is not None), self.live
 
 
 class _Flash(torch.autograd.Function):
