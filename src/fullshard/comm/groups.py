@@ -1,6 +1,6 @@
 """Every call of torch.distributed, tagged with the unit it serves.
 
-Gathers and reduces travel in two groups, so each kind needs one agreed order only among itself:
+Gathers and reduces have a group each, so each kind needs one agreed order only among itself:
 a rank that skips a unit may issue a gather before a reduce where another does the opposite.
 A third group, always on the host, carries small agreements.
 """
@@ -52,7 +52,7 @@ class ShardGroup:
         comm, channel = self._comm, self._gather_name
         number = comm.begin(channel, tag)
         if not comm.staged:
-            # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
+            # The group's own call: torch.distributed's wrapper costs more than the rest of our gather.
             work = self.gather_group._allgather_base(full, own, _GATHER)
             return Operation(self._watchdog, work, channel, number, None)
         host = torch.empty(full.shape, dtype=full.dtype)
@@ -88,7 +88,7 @@ class Comm:
     """This rank's connections for one sharded model.
 
     Units are gathered in `shard_group`. With `two_level` the grid's columns are shards too: interval
-    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep whole columns,
+    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep complete columns,
     and `cross_node_group` joins those of one column.
     """
 
@@ -173,17 +173,17 @@ class Comm:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
 
-    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
+    def regather_gradients(self, flat: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
             return None
         number = self.begin("reduce", tag)
-        target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
+        target = torch.empty(flat.shape, dtype=flat.dtype) if self.staged else flat
         source = own.cpu() if self.staged else own
         work = _all_gather(
             as_bytes(target), as_bytes(source), group=self.shard_group.reduce_group, async_op=True
         )
-        after = (lambda: whole.copy_(target)) if self.staged else None
+        after = (lambda: flat.copy_(target)) if self.staged else None
         return Operation(self.watchdog, work, "reduce", number, after)
 
     def sum_replicas(self, shard: torch.Tensor, tag: OpTag) -> Operation:
