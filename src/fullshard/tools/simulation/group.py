@@ -86,19 +86,19 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
         return BACKEND
 
     def _carry(
-        self, kind: str, whole: torch.Tensor, target: torch.Tensor, source: torch.Tensor, own: int | None
+        self, kind: str, full: torch.Tensor, target: torch.Tensor, source: torch.Tensor, own: int | None
     ) -> Carried:
         count = len(self._members)
         if count == 1 or target.device.type != self._cluster.device.type:
             deliver(target, source, own)  # agreements on the host do not use the wire of a device
             return Carried(None, None, target)
-        seconds = self._cluster.network.seconds(kind, whole.nbytes, self._members)
-        sent = whole.nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1)
+        seconds = self._cluster.network.seconds(kind, full.nbytes, self._members)
+        sent = full.nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1)
         ticket = self._cluster.wire.carry(Message(kind, sent, seconds), target, source, own)
         return Carried(self._cluster, ticket, target)
 
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(-1).view(len(self._members), -1)[self._rank]
+    def _own_part(self, full: torch.Tensor) -> torch.Tensor:
+        return full.view(-1).view(len(self._members), -1)[self._rank]
 
     # ---- what torch.distributed calls, by its old and its new names
 
