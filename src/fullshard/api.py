@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import environment
 from fullshard import options as _options
 from fullshard.build import build
-from fullshard.comm import control, groups
+from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
 from fullshard.engine.generation import inferring
 from fullshard.engine.inference import Kept
@@ -142,14 +142,14 @@ def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[to
         raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module", "Pass the model.")
     parallel = tensor_parallel.mesh_of(model)
     if parallel is None:
-        return groups.rank_grid(mesh, strategy == "hybrid"), None
+        return topology.rank_grid(mesh, strategy == "hybrid"), None
     if mesh is None:
         raise OptionError(
             f"parameter {tensor_parallel.first_cut_name(model)!r} is a DTensor: over which ranks to shard is "
             "not known",
             "Give the mesh axis to shard over: mesh=mesh['dp'].",
         )
-    grid = groups.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
+    grid = topology.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
     return grid, tensor_parallel.tp_ranks_of(parallel, grid, tensor_parallel.first_cut_name(model))
 
 
@@ -172,7 +172,7 @@ def _way_to_reduce(said: Options, grid: torch.Tensor, device: torch.device) -> s
         return said.reduce
     wire = said.precision.wire or said.precision.compute or torch.float32
     sum_bytes = said.precision.reduce.itemsize
-    return "scatter" if groups.sums_on_the_way(grid, device, wire.itemsize, sum_bytes) else "exchange"
+    return "scatter" if topology.scatter_sends_less(grid, device, wire.itemsize, sum_bytes) else "exchange"
 
 
 def plan(
