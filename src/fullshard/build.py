@@ -67,7 +67,8 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime.plan = plan
     runtime.copier = duplicate
     runtime.adopt_optimizer = show_state_shards
-    runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
+    sharded = set(map(id, runtime.parameters))
+    runtime.ignored = [p for p in model.parameters() if id(p) not in sharded]
     hooks.attach(runtime, model)
     generation.attach(runtime, model)
     _attach_state(runtime, model)
@@ -176,9 +177,11 @@ def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materialize
 
 
 def _nest(units: list[LiveUnit]) -> None:
+    """Each unit gets the units that lie inside its modules, in definition order."""
+    by_module = {unit.modules[0]: unit for unit in units[1:]}
     for unit in units[1:]:
-        inside = {id(m) for module in unit.modules for m in module.modules()}
-        unit.hold([u for u in units[1:] if u is not unit and id(u.modules[0]) in inside])
+        inside = {by_module[m] for module in unit.modules for m in module.modules() if m in by_module}
+        unit.hold(sorted(inside - {unit}, key=lambda inner: inner.index))
 
 
 def _attach_state(runtime: Runtime, model: nn.Module) -> None:

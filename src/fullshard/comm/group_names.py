@@ -25,7 +25,7 @@ _NAMING = "_hash_ranks_to_str"
 
 @contextmanager
 def named_by_members(ranks: list[int]) -> Iterator[None]:
-    """Inside, torch gives a group of these ranks one name on all of them, whatever other groups each is in."""
+    """Inside, a group of these ranks gets one name on all of them, whatever other groups each one is in."""
     rank, store = distributed_c10d.get_rank(), distributed_c10d._get_default_store()
     key = f"fullshard {ranks}"
     count = store.add(f"{key} of {rank}", 1)  # groups of the same ranks, for as long as the world lasts

@@ -43,6 +43,7 @@ CUDA_MERGE_BYTES = 96 * 2**20
 # time to DDP's in the same run: 1.34 with one unit for the blocks and the root, 1.14 with one for all.
 TINY_BYTES = 4 * 2**20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WILDCARDS = set("*?[")
 
 
 @dataclass(frozen=True)
@@ -148,19 +149,22 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
 
 
 def _ignored(model: nn.Module, options: Options) -> set[int]:
-    ignored: set[int] = set()
+    """Ids of the parameters that `ignore=` names."""
+    if not options.ignore:
+        return set()
     named = dict(model.named_parameters(remove_duplicate=False))
+    parameters, modules = set(map(id, named.values())), set(model.modules())
+    below = _by_prefix(named)
+    ignored: set[int] = set()
     for entry in options.ignore:
         if isinstance(entry, nn.Parameter):
-            hit = [entry] if any(p is entry for p in named.values()) else []
+            hit = [entry] if id(entry) in parameters else []
         elif isinstance(entry, nn.Module):
-            hit = list(entry.parameters()) if any(m is entry for m in model.modules()) else []
+            hit = list(entry.parameters()) if entry in modules else []
         else:
-            hit = [
-                p
-                for n, p in named.items()
-                if n == entry or n.startswith(entry + ".") or fnmatchcase(n, entry)
-            ]
+            hit = below.get(entry, [])
+            if set(entry) & _WILDCARDS:
+                hit = hit + [p for name, p in named.items() if fnmatchcase(name, entry)]
         if not hit:
             label = entry if isinstance(entry, str) else type(entry).__name__
             raise OptionError(
@@ -171,10 +175,20 @@ def _ignored(model: nn.Module, options: Options) -> set[int]:
     return ignored
 
 
+def _by_prefix(named: dict[str, nn.Parameter]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each name, and those below the module of each name."""
+    below: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named.items():
+        while name:
+            below[name].append(parameter)
+            name = name.rpartition(".")[0]
+    return below
+
+
 def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
     choice = options.units
     if choice is None:
-        return [m for m in dict.fromkeys(_blocks(model, None)) if m is not model]
+        return [m for m in dict.fromkeys(_blocks(model, None, {})) if m is not model]
     if isinstance(choice, tuple):
         picked = [m for m in model.modules() if isinstance(m, choice) and m is not model]
     else:
@@ -198,33 +212,35 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _blocks(module: nn.Module, block: nn.Module | None, sizes: dict[nn.Module, int]) -> Iterator[nn.Module]:
+    """Repeated blocks below `module`; `block` is the block it lies in, if any. `sizes` are those computed."""
 
+    def size(module: nn.Module) -> int:
+        if module not in sizes:
+            sizes[module] = sum(p.numel() for p in module.parameters())
+        return sizes[module]
 
-def _blocks(module: nn.Module, block: nn.Module | None) -> Iterator[nn.Module]:
-    """Repeated blocks below `module`; `block` is the block it lies in, if any."""
-    repeated = _repeated(module) if isinstance(module, _CONTAINERS) else []
-    if block is not None:
+    repeated = _repeated(module) if isinstance(module, _CONTAINERS) else set()
+    if block is not None and repeated:
         # Inside a block: a stage of blocks, yes; the two Linears of its MLP, no.
-        repeated = [m for m in repeated if next(m.children(), None) is not None]
-        if 2 * sum(map(_size, repeated)) < _size(block):
-            repeated = []
+        repeated = {m for m in repeated if next(m.children(), None) is not None}
+        if 2 * sum(map(size, repeated)) < size(block):
+            repeated = set()
     for child in module.children():
-        if any(child is m for m in repeated):
+        if child in repeated:
             yield child
-            yield from _blocks(child, child)
+            yield from _blocks(child, child, sizes)
         else:
-            yield from _blocks(child, block)
+            yield from _blocks(child, block, sizes)
 
 
-def _repeated(container: nn.Module) -> list[nn.Module]:
+def _repeated(container: nn.Module) -> set[nn.Module]:
+    """Children of a class that two or more of them have."""
     by_class: dict[type, list[nn.Module]] = defaultdict(list)
     for child in container.children():
         if has_forward(child) and any(True for _ in child.parameters()):
             by_class[type(child)].append(child)
-    repeated = {id(m) for group in by_class.values() if len(group) > 1 for m in group}
-    return [m for m in container.children() if id(m) in repeated]
+    return {m for group in by_class.values() if len(group) > 1 for m in group}
 
 
 def _merge(
@@ -242,10 +258,11 @@ def _merge(
         inside = {m for block in small for m in block.modules() if m is not block}
         chosen = [block for block in chosen if block not in inside]
     picked = set(chosen)
+    stacks: dict[nn.Module, bool] = {}
     groups: list[list[nn.Module]] = []
     filled, before = 0, None
     for block in chosen:
-        company = _company(block, picked, parents)
+        company = _company(block, picked, parents, stacks)
         size = 0
         if company is not None:
             size = sum(sizes.pop(id(p), 0) for p in block.parameters())  # a tied one counts once
@@ -269,9 +286,14 @@ def _full_bytes(parameter: nn.Parameter, options: Options) -> int:
 
 
 def _company(
-    block: nn.Module, picked: set[nn.Module], parents: dict[nn.Module, nn.Module]
+    block: nn.Module,
+    picked: set[nn.Module],
+    parents: dict[nn.Module, nn.Module],
+    stacks: dict[nn.Module, bool],
 ) -> tuple[nn.Module, type | None, bool] | None:
     """What neighbours have in common if they may be one unit; None for a block that stays alone.
+
+    `stacks` remembers the answer of `_is_one_stack` per container.
 
     A merged unit is full from the first call of its blocks to the last, so they should be called one after
     the other. A container with a forward of its own, such as a Sequential, sees to that. A ModuleList is
@@ -286,11 +308,16 @@ def _company(
     container = parents[block]
     if has_forward(container):
         return container, None, trains
-    beside = parents[container].children() if container in parents else ()
-    lists = [c for c in beside if isinstance(c, _CONTAINERS) and not picked.isdisjoint(c.children())]
-    if isinstance(container, nn.ModuleList) and all(c is container or has_forward(c) for c in lists):
-        return container, type(block), trains
-    return None
+    if container not in stacks:
+        stacks[container] = _is_one_stack(container, picked, parents)
+    return (container, type(block), trains) if stacks[container] else None
+
+
+def _is_one_stack(container: nn.Module, picked: set[nn.Module], parents: dict[nn.Module, nn.Module]) -> bool:
+    """A ModuleList with no other list of blocks beside it."""
+    siblings = parents[container].children() if container in parents else ()
+    lists = [c for c in siblings if isinstance(c, _CONTAINERS) and not picked.isdisjoint(c.children())]
+    return isinstance(container, nn.ModuleList) and all(c is container or has_forward(c) for c in lists)
 
 
 def _merged_name(names: list[str]) -> str:
