@@ -83,8 +83,8 @@ class Training:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, outer ones first: fullshard's units, without lone layers."""
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
-    found = [module for unit in find_units(model, said)[1:] for module in unit.modules]
+    options = parse(checkpoint_activations=True)
+    found = [module for unit in find_units(model, options)[1:] for module in unit.modules]
     return [module for module in found if next(module.children(), None) is not None]
 
 

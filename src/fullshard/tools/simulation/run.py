@@ -63,7 +63,7 @@ class Scenario:
                 "Give --node-ranks and --inside.",
             )
         said = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
-        parse(**said, precision="fp32", units=None, ignore=())
+        parse(**said)
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid a row a node, as torchrun would lay them."""
