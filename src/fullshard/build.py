@@ -1,4 +1,4 @@
-"""From units to a running engine, in one transaction: if anything raises, the module is as it was."""
+"""Builds the engine from units, in one transaction: if anything raises, the module is as it was."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import generation, hooks, optimizers
 from fullshard.engine.lane import Lane, Slots, in_memory_order
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.tensor_parallel import make_plain, restore_dtensor
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.options import Options
@@ -48,7 +49,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             _fill(unit, materializer, comm)
             lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
             live.append(_live(index, unit, planned, lanes))
-            _show_resting(lanes, undo, materializer)
+            _show_sharded(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
         _move_rest(model, comm.device, undo)
         for buffer in map(tensor_parallel.local_of, model.buffers()):
@@ -85,8 +86,8 @@ def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None
 
 
 def _move_rest(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
-    """Buffers and ignored parameters follow the shards to their device."""
-    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays one
+    """Move buffers and ignored parameters to the device of the shards."""
+    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays shared
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -106,7 +107,7 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
         materializer.fill(modules)
     except FullshardError as error:
         problem = error
-    except Exception as error:  # noqa: BLE001  an initializer of the user's, on one rank perhaps
+    except Exception as error:  # noqa: BLE001  a user's initializer may fail on one rank only
         problem = ModelError(
             f"{type(error).__name__} while initialising the model: {error}", "See its cause."
         )
@@ -115,11 +116,11 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
 
 
 def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
-    """On request: ranks must have built equal values, where they hold the same part of a parameter."""
+    """With initial='verify': raise if ranks that hold the same part of a parameter built different values."""
     digests: dict[tuple[str, Any], str] = {}
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     members = [m for unit in units for m in unit.members if not m.parameter.is_meta]
-    for member in sorted(members, key=lambda m: order[m.name]):  # the first that differs, as people count
+    for member in sorted(members, key=lambda m: order[m.name]):  # report the first in definition order
         raw = as_bytes(tensor_parallel.local_of(member.parameter).detach().cpu().contiguous())
         part = None if member.region is None else member.region.offsets
         digests[member.name, part] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
@@ -135,16 +136,16 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
 
 
 def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options) -> Lane:
-    """A lane with the first rank's values in its shard. Only one lane is ever whole here."""
+    """A lane with the first rank's values in its shard. Only one lane at a time is unsharded here."""
     parameters = [member.parameter for member in members]
     lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated)
-    whole = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
+    unsharded = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
     for piece, member in zip(plan.layout.pieces, members, strict=True):
         part = tensor_parallel.part_of(member.parameter.detach(), piece.region)
-        whole[piece.start : piece.stop].copy_(in_memory_order(part, piece))
-    comm.broadcast_in_tp_group(lane.uncut_views(whole))
-    comm.broadcast(whole)
-    lane.rest.copy_(whole if options.replicated else whole.view(comm.ranks, -1)[comm.rank])
+        unsharded[piece.start : piece.stop].copy_(in_memory_order(part, piece))
+    comm.broadcast_in_tp_group(lane.uncut_views(unsharded))
+    comm.broadcast(unsharded)
+    lane.rest.copy_(unsharded if options.replicated else unsharded.view(comm.ranks, -1)[comm.rank])
     return lane
 
 
@@ -152,25 +153,25 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
     slots = Slots(unit.name, unit.modules)
     sites = []
     for lane, (_, members) in zip(lanes, planned, strict=True):
-        for member, computing in zip(members, lane.compute_parameters, strict=True):
+        for member, compute in zip(members, lane.compute_parameters, strict=True):
             for module, attribute in member.sites:
-                slots.add(module, (module._parameters, attribute), member.parameter, computing, member.name)
+                slots.add(module, (module._parameters, attribute), member.parameter, compute, member.name)
                 sites.append((module, attribute))
-            for reference in member.references:
-                place = reference.container, reference.key
-                slots.add(None, place, member.parameter, computing, member.name)
+            for alias in member.aliases:
+                place = alias.container, alias.key
+                slots.add(None, place, member.parameter, compute, member.name)
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy)
 
 
-def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
+def _show_sharded(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
     for lane in lanes:
-        # What was materialised here goes back to meta, and keeping it would keep the whole model.
+        # What was materialised here goes back to meta on failure; keeping it would keep the unsharded model.
         for parameter in lane.parameters:
             if materializer.made(parameter):
                 continue
             if tensor_parallel.is_cut(parameter):
-                twin = tensor_parallel.come_to_rest(parameter)
-                undo.append(partial(tensor_parallel.undo_rest, parameter, twin))
+                twin = make_plain(parameter)
+                undo.append(partial(restore_dtensor, parameter, twin))
             else:
                 undo.append(partial(setattr, parameter, "data", parameter.data))
         lane.show_sharded()

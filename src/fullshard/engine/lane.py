@@ -20,9 +20,10 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
 from fullshard.engine.gradients import GradShard, Holder
 from fullshard.engine.quantize import pack, unpack
+from fullshard.engine.tensor_parallel import exchange, show_dtensor
 from fullshard.errors import AtRestError, StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
-from fullshard.plan.tensor_parallel import Spec, exchange, local_of, show_dtensor, spec_of
+from fullshard.plan.tensor_parallel import Spec, local_of, spec_of
 from fullshard.precision import LaneDtypes, packed_bytes
 
 _requires_grad = attrgetter("requires_grad")

@@ -28,10 +28,10 @@ from fullshard.engine.reduce_buffers import (
     packed_gradients,
     unpackable,
 )
+from fullshard.engine.tensor_parallel import local_gradients
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
-from fullshard.plan.tensor_parallel import local_gradients
 
 _IN_FLIGHT = 4
 _LARGE_BYTES = 128 * 2**20

@@ -1,4 +1,4 @@
-"""Model in, ordered units out: tied, frozen and ignored parameters resolved by name.
+"""The units of a model, in order: tied, frozen and ignored parameters are resolved by name.
 
 With no choice given, units are found from the structure alone:
 - repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential;
@@ -30,14 +30,14 @@ from fullshard.policy import DEFAULT_POLICY, UnitPolicy
 from fullshard.precision import lane_dtypes
 
 LARGE_BYTES = 16 * 2**20
-# Up to this many bytes blocks travel together. Two gloo ranks on a busy 2-core host, zero3, steps of all
+# Up to this many bytes, blocks share a unit. Two gloo ranks on a busy 2-core host, zero3, steps of all
 # settings interleaved, step time against no merging (median of ratios, one run): GPT of 0.3M parameters in
 # 6 blocks 0.85 with 4, 0.85 with 8, 0.86 with 16 MiB; 3.2M in 16 blocks 0.76, 0.87, 0.88; 25M in 32 blocks
 # of 3 MiB, which 4 MiB leaves apart, 1.00, 1.10, 1.10. Settings that made the same units differed by up to
 # 14%: merging helps small models, but 4, 8 and 16 MiB are not told apart by this. 4 holds the least memory.
 MERGE_BYTES = 4 * 2**20
 # On a GPU the host's time decides. GPT of 124M in 12 blocks, bf16, on an H200 (8 simulated ranks, one run,
-# median ms a step; the plain model takes 22.6): 31.7 with 4, 29.8 with 32, 28.5 with 48, 26.3 with 96 MiB.
+# median ms per step; the plain model takes 22.6): 31.7 with 4, 29.8 with 32, 28.5 with 48, 26.3 with 96 MiB.
 CUDA_MERGE_BYTES = 96 * 2**20
 # A model of no more than this is one unit. GPT of 0.3M parameters in 6 blocks, two gloo ranks, zero3, step
 # time to DDP's in the same run: 1.34 with one unit for the blocks and the root, 1.14 with one for all.
@@ -50,13 +50,13 @@ _WILDCARDS = set("*?[")
 class Member:
     """One parameter of a unit and every (module, attribute) that holds it.
 
-    In a model that is tensor-parallel, `region` is where this rank's part of it lies.
+    In a tensor-parallel model, `region` is the part that this rank holds.
     """
 
     name: str
     parameter: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
-    references: tuple[Alias, ...] = ()
+    aliases: tuple[Alias, ...] = ()
     region: Region | None = None
 
     @property
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def keeps_dtype(self) -> bool:
-        """BatchNorm's statistics are buffers, and its kernels want parameters of the same dtype."""
+        """BatchNorm's statistics are buffers, and its kernels need parameters of the same dtype."""
         return all(
             isinstance(m, _BatchNorm)
             and m.running_mean is not None
@@ -80,17 +80,17 @@ class Member:
 
 @dataclass(eq=False)
 class Unit:
-    """The parameters that travel together, and the modules whose forward needs them."""
+    """Parameters that are gathered and reduced together, and the modules whose forward needs them."""
 
     name: str
     modules: tuple[nn.Module, ...]
     members: list[Member] = field(default_factory=list)
-    merged: bool = False  # its modules are neighbouring blocks, not the places of a tie
+    merged: bool = False  # its modules are neighbouring blocks, not those that share a tied parameter
     policy: UnitPolicy = DEFAULT_POLICY
 
 
 def looks_up_only(modules: Sequence[nn.Module]) -> bool:
-    """Embeddings alone: the gradient of a lookup needs the indices, not the table."""
+    """Only embeddings: the gradient of a lookup needs the indices, not the table."""
     return all(type(m) is nn.Embedding and m.max_norm is None for m in modules)
 
 
@@ -102,7 +102,7 @@ def find_units(model: nn.Module, options: Options) -> list[Unit]:
     chosen = _chosen(model, options)
     parents = {child: module for module in model.modules() for child in module.children()}
     if options.units is None and _is_tiny(members, options):
-        together, groups = [], []  # one unit: nothing to overlap that is worth its hooks and messages
+        together, groups = [], []  # one unit: hooks and messages would cost more than overlap gains
     elif options.units is None:
         together = _merge(chosen, parents, members, options)
         groups = _large_leaves(model, members, chosen)
@@ -127,7 +127,7 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 sites[id(parameter)].append((module, attribute))
-    references = find_aliases(model)
+    aliases = find_aliases(model)
     mesh = mesh_of(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -135,14 +135,14 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
             continue
         if parameter.layout is not torch.strided:
             raise ModelError(
-                f"parameter {name!r} has layout {parameter.layout}, which cannot be cut in intervals",
+                f"parameter {name!r} has layout {parameter.layout}, which cannot be cut into intervals",
                 "List it in ignore=, or make it dense.",
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f"parameter {name!r} is lazy and has no shape yet", "Run one forward before sharding."
             )
-        held = tuple(references.get(id(parameter), ()))
+        held = tuple(aliases.get(id(parameter), ()))
         region = None if mesh is None else region_of(parameter, mesh)
         found.append(Member(name, parameter, tuple(sites[id(parameter)]), held, region))
     return found
@@ -208,7 +208,7 @@ def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """A list of modules has none; a compiled module may have it on the instance."""
+    """A ModuleList has none; a compiled module may have it on the instance."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -249,11 +249,11 @@ def _merge(
     members: list[Member],
     options: Options,
 ) -> list[tuple[nn.Module, ...]]:
-    """Blocks in definition order, those that make one unit together."""
+    """Blocks in definition order, grouped by the unit that they share."""
     sizes = {id(m.parameter): _full_bytes(m.parameter, options) for m in members}
     # 0 switches it off everywhere.
     most = CUDA_MERGE_BYTES if options.on_gpu and MERGE_BYTES else MERGE_BYTES
-    if not options.checkpoint_activations:  # recomputes unit by unit: then small ones have a use
+    if not options.checkpoint_activations:  # recomputes unit by unit, so small ones are useful
         small = [b for b in chosen if sum(sizes.get(id(p), 0) for p in b.parameters()) <= most]
         inside = {m for block in small for m in block.modules() if m is not block}
         chosen = [block for block in chosen if block not in inside]
@@ -265,7 +265,7 @@ def _merge(
         company = _company(block, picked, parents, stacks)
         size = 0
         if company is not None:
-            size = sum(sizes.pop(id(p), 0) for p in block.parameters())  # a tied one counts once
+            size = sum(sizes.pop(id(p), 0) for p in block.parameters())  # a tied parameter counts once
         if company is None or company != before or filled + size > most:
             groups.append([])
             filled = 0
@@ -296,11 +296,11 @@ def _company(
     `stacks` remembers the answer of `_is_one_stack` per container.
 
     A merged unit is full from the first call of its blocks to the last, so they should be called one after
-    the other. A container with a forward of its own, such as a Sequential, sees to that. A ModuleList is
-    taken for one stack, or one set of experts, unless another list of blocks lies beside it: two are
-    often walked together (`zip(self.convs, self.norms)`), and one of small blocks would stay full while
-    all the large ones pass. A ModuleDict is called by name, now here, now there. Experts that some ranks
-    skip may be merged: every rank takes part in the gather of every one in any case.
+    the other. A container with a forward of its own, such as a Sequential, does so. A ModuleList is taken for
+    one stack, or one set of experts, unless another list of blocks is next to it: two are often iterated
+    together (`zip(self.convs, self.norms)`), and one of small blocks would stay full during all the large
+    ones. Entries of a ModuleDict are called by name, in any order. Experts that some ranks skip may be
+    merged: every rank takes part in the gather of each of them in any case.
     """
     if any(m in picked for m in block.modules() if m is not block):
         return None
@@ -326,7 +326,7 @@ def _merged_name(names: list[str]) -> str:
 
 
 def _large_leaves(model: nn.Module, members: list[Member], chosen: list[nn.Module]) -> list[Unit]:
-    """Embeddings and heads big enough to travel alone, outside every block."""
+    """Embeddings and heads outside every block that are large enough for a unit of their own."""
     in_blocks = {id(m) for block in chosen for m in block.modules()}
     names = {module: name for name, module in model.named_modules()}
     found, taken = [], set(in_blocks)
@@ -357,7 +357,7 @@ def _nearest_common(
                 return chain
             seen = parents[seen]
 
-    holders = [module for module, _ in member.sites] + [r.holder for r in member.references]
+    holders = [module for module, _ in member.sites] + [alias.holder for alias in member.aliases]
     chains = [enclosing(module) for module in holders]
     for unit in chains[0]:
         if all(unit in chain for chain in chains):

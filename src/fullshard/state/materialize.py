@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.tensor_parallel import sharded_parameter
 from fullshard.errors import Uninitialised
-from fullshard.plan.tensor_parallel import local_of, resting, spec_of
+from fullshard.plan.tensor_parallel import local_of, spec_of
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 _NEITHER = 0xFF  # a byte that is no truth value: the mark of a bool
@@ -191,7 +192,7 @@ class Materializer:
         # Whole, and plain: initializers draw the numbers that they would draw in one process, and the part
         # is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
         whole = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
-        return resting(_marked(whole, self._device), parameter.requires_grad, spec)
+        return sharded_parameter(_marked(whole, self._device), parameter.requires_grad, spec)
 
     def made(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._made
