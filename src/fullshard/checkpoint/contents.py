@@ -25,9 +25,9 @@ from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError
 from fullshard.plan.layout import Piece
-from fullshard.plan.tensor_parallel import uncut
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

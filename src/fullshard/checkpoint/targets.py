@@ -18,8 +18,8 @@ from fullshard.checkpoint import contents
 from fullshard.checkpoint.contents import Site
 from fullshard.checkpoint.reading import Foreign, Source, Stored
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.tensor_parallel import put
 from fullshard.errors import CheckpointError
-from fullshard.plan.tensor_parallel import put
 
 _OTHER = "Load a checkpoint of this very model; strict=False loads what fits and says what does not."
 Get = Callable[[], torch.Tensor]

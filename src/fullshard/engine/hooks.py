@@ -375,11 +375,11 @@ def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
     owners: dict[nn.Module, list[str]] = {}
     for module, attribute in unit.sites:
         owners.setdefault(module, []).append(attribute)
-    places = _places(unit)
+    places, called = _places(unit), set(unit.modules)
     for module, attributes in owners.items():
         if isinstance(module, nn.Linear) and module in places:
             module.__dict__["forward"] = DirectLinear(runtime, unit, module, places[module])
-        if module not in unit.modules and has_forward(module):
+        if module not in called and has_forward(module):
             unit.slots.add_forward(module, StandIn(runtime, unit, module))
         for name, reads in _reading_methods(module, attributes).items():
             module.__dict__[name] = MethodGuard(runtime, unit, getattr(module, name), reads)

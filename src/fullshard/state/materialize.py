@@ -11,7 +11,7 @@ tensors of its own is asked too, once all that lies in it has values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.tensor_parallel import sharded_parameter
 from fullshard.errors import Uninitialised
-from fullshard.plan.tensor_parallel import local_of, resting, spec_of
+from fullshard.plan.tensor_parallel import local_of, spec_of
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 _NEITHER = 0xFF  # a byte that is no truth value: the mark of a bool
@@ -41,7 +42,10 @@ class Materializer:
         for module in self._names:
             for child in module.children():
                 self._parents.setdefault(child, []).append(module)
-        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._positions = {module: position for position, module in enumerate(self._names)}
+        self._on_meta = [m for m in self._names if any(t.is_meta for t in _direct(m))]  # last one first
+        self._on_meta.reverse()
+        self._twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the first
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._done: set[int] = set()
         self._made: set[int] = set()
@@ -50,7 +54,10 @@ class Materializer:
 
     @property
     def needed(self) -> bool:
-        return any(t.is_meta for m in self._model.modules() for t in _direct(m))
+        """Whether any tensor is still on meta. Modules that have values are not looked at again."""
+        while self._on_meta and not any(t.is_meta for t in _direct(self._on_meta[-1])):
+            self._on_meta.pop()
+        return bool(self._on_meta)
 
     def _refuse_hopeless(self) -> None:
         """Before anything changes: modules that nothing here can initialise."""
@@ -139,9 +146,9 @@ class Materializer:
             for name, tensor in own.items()
             if tensor is not None and (m not in fresh or self._has_value(tensor))
         ]
-        originals = {id(parameter): twin for parameter, twin in self._twins} if hidden else {}
         for own, name, tensor in hidden:
-            own[name] = _on_meta(originals.get(id(tensor), tensor))
+            _, original = self._twins.get(id(tensor), (None, tensor))
+            own[name] = _on_meta(original)
         try:
             yield
         finally:
@@ -152,13 +159,13 @@ class Materializer:
         """Of a parameter: its turn was before, in a module that it is tied to, or it never was on meta."""
         return isinstance(tensor, nn.Parameter) and (id(tensor) in self._set or not self.made(tensor))
 
-    def _around(self, fresh: Container[nn.Module]) -> list[nn.Module]:
+    def _around(self, fresh: Collection[nn.Module]) -> list[nn.Module]:
         """Modules that have no parameters themselves, and in them those of fresh ones alone.
 
         Where others lie too, they may be at rest by now, or have values that the user has put there.
         """
         known: dict[nn.Module, bool] = {}
-        waiting = [m for m in self._names if m in fresh]
+        waiting = sorted(fresh, key=self._positions.__getitem__)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):
                 if parent not in known:
@@ -170,7 +177,7 @@ class Materializer:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 _swap(parameter, twin := self._twin(parameter))  # the user's own object, now with memory
-                self._twins.append((parameter, twin))
+                self._twins[id(parameter)] = parameter, twin
                 self._made.add(id(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -185,13 +192,13 @@ class Materializer:
         # Whole, and plain: initializers draw the numbers that they would draw in one process, and the part
         # is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
         whole = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
-        return resting(_marked(whole, self._device), parameter.requires_grad, spec)
+        return sharded_parameter(_marked(whole, self._device), parameter.requires_grad, spec)
 
     def made(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._made
 
     def undo(self) -> None:
-        for parameter, twin in reversed(self._twins):
+        for parameter, twin in reversed(self._twins.values()):
             _swap(parameter, twin)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard import api
-from fullshard.comm import control, groups
+from fullshard.comm import control, groups, topology
 from fullshard.engine.data_parallel_guard import keep_from_replicate
 from fullshard.engine.runtime import Runtime, engine_of, runtime_of
 from fullshard.engine.unit import LiveUnit
@@ -198,7 +198,7 @@ def _grid_to_fill(wrappers: Sequence[Wrapper], wanted: _Wanted) -> torch.Tensor 
     """The ranks of the model, if one of the wrappers said `sync_module_states`."""
     if not any(wrapper.said.synchronise for wrapper in wrappers):
         return None
-    return groups.rank_grid(wanted.options["mesh"], wanted.options["strategy"] == "hybrid")
+    return topology.rank_grid(wanted.options["mesh"], wanted.options["strategy"] == "hybrid")
 
 
 def _alone(wrapper: Wrapper, root: Wrapper) -> bool:

@@ -29,9 +29,9 @@ from fullshard.checkpoint.trees import SHARED_FILE, rank_file
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
+from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box, Piece, boxes
-from fullshard.plan.tensor_parallel import uncut
 from fullshard.state.state_dict import StateShard
 
 _ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, read and written as one item

@@ -1,7 +1,7 @@
-"""Operation records: what a rank can say about the others when something stalls.
+"""The flight recorder: what a rank knows about the others when something stalls.
 
-Peers are real processes, each a tiny interpreter driven line by line; they load records.py alone, without the
-package and so without torch, and start in well under a second.
+Peers are real processes, each a tiny interpreter driven line by line; they load the recorder alone, without
+the package and so without torch, and start in well under a second.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def test_a_definite_mutual_wait_is_found_after_two_seconds_and_not_before(make: 
     assert reason == (
         "rank 0 waits in control of the root unit (save, step 1, operation 1), which rank 1 has not begun; "
         "rank 1 waits in gather of unit 'blocks.0' (forward, step 8, operation 1), which rank 0 has not begun"
-        ": none of them can go on"
+        ": none of them can continue"
     )
     assert peer.do("r.verdict('gather', 1)") is not None
 
