@@ -78,6 +78,7 @@ class Runtime:
         self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
         # Set while scripts still initialise a new model's values; called before units are opened.
         self.initialising: Callable[[], None] | None = None
+        self._units_by_module = {module: unit for unit in units for module in unit.modules}
         self._computing = [c for lane in self.lanes for c in lane.compute_parameters]
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
@@ -185,7 +186,7 @@ class Runtime:
 
     def unit_of(self, module: nn.Module) -> LiveUnit | None:
         """The unit that is gathered for the forward of this module."""
-        return next((unit for unit in self.units if module in unit.modules), None)
+        return self._units_by_module.get(module)
 
     def units_of(self, module: nn.Module) -> list[LiveUnit]:
         """The units that hold parameters of this module."""
@@ -472,7 +473,7 @@ def _at_end_of_task(call: Callable[[], None]) -> None:
 
 
 class Deferred(Protocol):
-    """What a module carries under DEFERRED if an integration shards it, or the module inside, at first use."""
+    """What a module carries under DEFERRED that an integration shards, or the module inside, at first use."""
 
     def begin(self, used: bool) -> nn.Module:
         """Shard the model unless that was done, and return the module that carries the engine.

@@ -13,9 +13,9 @@ from fullshard.engine.runtime import engine_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.torch_fsdp import optimizer_dicts, strategies
 from fullshard.torch_fsdp.optimizer_dicts import Numbered, Parts, names_in, numbered
-from fullshard.torch_fsdp.roots import begin, wrappers_in
 from fullshard.torch_fsdp.state_dicts import settings_of
 from fullshard.torch_fsdp.strategies import OptimStateKeyType, StateDictType
+from fullshard.torch_fsdp.wrapper_requests import begin, wrappers_in
 
 Optimizer = torch.optim.Optimizer
 

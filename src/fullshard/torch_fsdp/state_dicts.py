@@ -20,8 +20,8 @@ from fullshard.errors import FullshardError, StateError
 from fullshard.plan.layout import Piece
 from fullshard.state.state_dict import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
-from fullshard.torch_fsdp.roots import WRAPPED, Wrapper, clean, wrappers_in
 from fullshard.torch_fsdp.strategies import StateDictSettings, StateDictType
+from fullshard.torch_fsdp.wrapper_requests import WRAPPED, Wrapper, clean, wrappers_in
 
 STAMP = "_local_layout"  # under LOCAL_STATE_DICT: rank, ranks, and a checksum of how the model is cut
 _taking: set[int] = set()  # engines whose state dict is being put together

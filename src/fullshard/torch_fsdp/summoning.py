@@ -12,8 +12,8 @@ from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane, in_memory_order, piece_view
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.engine.unit import LiveUnit
-from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in
 from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
+from fullshard.torch_fsdp.wrapper_requests import Wrapper, begin, wrapper_request, wrappers_in
 
 
 @contextmanager
@@ -45,14 +45,12 @@ def _to_open(module: nn.Module, recurse: bool) -> list[tuple[Runtime, list[LiveU
     for wrapper in wrappers:
         begin(wrapper)
     runtimes = {runtime: w for w in reversed(wrappers) if (runtime := engine_of(w)) is not None}
-    if not recurse:
-        runtime = engine_of(module)
-        return [(runtime, owned_units(module, runtime))] if runtime and isinstance(module, Wrapper) else []
-    inside = {id(p) for _, p in nn.Module.named_parameters(module)}
-    return [
-        (runtime, [u for u in runtime.units if any(id(p) in inside for x in u.lanes for p in x.parameters)])
-        for runtime in reversed(runtimes)
-    ]
+    if recurse:
+        return [(runtime, runtime.units_of(module)) for runtime in reversed(runtimes)]
+    runtime = engine_of(module)
+    if runtime is None or not isinstance(module, Wrapper):
+        return []
+    return [(runtime, runtime.units_holding(wrapper_request(module).own_parameters()))]
 
 
 def _close(unit: LiveUnit) -> None:

@@ -21,12 +21,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard import api
 from fullshard.comm import groups
-from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import map_tensors
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.torch_fsdp import state_dicts, strategies
+from fullshard.torch_fsdp.deferred import refuse_sharded, requests_in
 from fullshard.torch_fsdp.optimizer_calls import OptimizerCalls
-from fullshard.torch_fsdp.roots import WRAPPED, Said, Wrapper, begin, clean, core, refuse_begun, wrappers_in
 from fullshard.torch_fsdp.strategies import (
     BackwardPrefetch,
     CPUOffload,
@@ -38,6 +38,15 @@ from fullshard.torch_fsdp.strategies import (
 )
 from fullshard.torch_fsdp.summoning import summoned
 from fullshard.torch_fsdp.wrap import auto_wrap
+from fullshard.torch_fsdp.wrapper_requests import (
+    WRAPPED,
+    Wrapper,
+    WrapperOptions,
+    WrapperRequest,
+    begin,
+    clean,
+    wrappers_in,
+)
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
@@ -81,9 +90,9 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        said = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        refuse_begun(wrappers_in(module), module)
+        refuse_sharded(requests_in(module, WrapperRequest), module)
         strategy = strategies.by_name(
             ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy"
         )
@@ -97,16 +106,16 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             strategies.refuse_ignored_classes(self.mixed_precision, module)
-            kwargs = {k: said[k] for k in _INHERITED} | {"ignored_states": parameters or None}
+            kwargs = {k: arguments[k] for k in _INHERITED} | {"ignored_states": parameters or None}
             auto_wrap(module, auto_wrap_policy, (modules, set(parameters)), kwargs, type(self))
         self._fsdp_wrapped_module = module
-        self._wait(
-            Said(
+        self._defer(
+            WrapperOptions(
                 strategy=strategy,
                 mixed=self.mixed_precision,
                 mesh=strategies.mesh_of(process_group, device_mesh, strategy),
                 prefetch=looks_ahead,
-                initialize=param_init_fn,
+                param_init_fn=param_init_fn,
                 device=_device(device_id),
                 synchronise=bool(sync_module_states),
                 ignored=frozenset(parameters),
@@ -135,9 +144,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_root is None:
-            begin(self)
-        runtime = engine_of(self)
+        runtime = begin(self)
         if self._is_root and runtime is not None and runtime.comm.device.type != "cpu":
             device = runtime.comm.device  # torch moves the root's inputs; others are there already
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device), objects=False)
@@ -170,23 +177,18 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
 
     # ---- roots
 
-    def fullshard_model(self) -> nn.Module:
-        """What fs.save, fs.load, fs.full and the others work on when they are given the wrapper."""
-        begin(self)
-        return core(self)
-
     def check_is_root(self) -> bool:
         begin(self)
         return bool(self._is_root)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if not root_only:
-            return found
-        for wrapper in found:
+            return wrappers
+        for wrapper in wrappers:
             begin(wrapper)
-        return [m for m in found if m._is_root]
+        return [wrapper for wrapper in wrappers if wrapper._is_root]
 
     def _root_only(self, method: str) -> Runtime | None:
         runtime = begin(self)
@@ -277,12 +279,12 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         if not assign:
             state_dicts.check_all(self, state)
         try:
-            said = super().load_state_dict(state, strict, assign)
+            keys = super().load_state_dict(state, strict, assign)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
             raise RuntimeError(str(error).replace(WRAPPED + ".", "")) from None
-        return _IncompatibleKeys(*([clean(key) for key in keys] for keys in said))
+        return _IncompatibleKeys(*([clean(key) for key in names] for names in keys))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         begin(self)
@@ -352,10 +354,10 @@ def _ignored(
     return inside, [p for _, p in nn.Module.named_parameters(module) if id(p) in chosen]
 
 
-def _device(said: int | torch.device | str | None) -> torch.device | None:
-    if said is None:
+def _device(device_id: int | torch.device | str | None) -> torch.device | None:
+    if device_id is None:
         return None
-    device = torch.device("cuda", said) if isinstance(said, int) else torch.device(said)
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device  # there is one, whatever its number
