@@ -197,6 +197,10 @@ class Runtime:
         held = {id(p) for p in parameters}
         return [u for u in self.units if any(id(p) in held for lane in u.lanes for p in lane.parameters)]
 
+    def places(self) -> Iterator[tuple[nn.Parameter, Lane, int]]:
+        """Every sharded parameter with its lane and its index there, in one order on all ranks."""
+        return ((p, lane, index) for lane in self.lanes for index, p in enumerate(lane.parameters))
+
     def set_policy(self, unit: LiveUnit, policy: UnitPolicy) -> None:
         """Replace a unit's policy between steps; the same on all ranks."""
         unit.policy = policy

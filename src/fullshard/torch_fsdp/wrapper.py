@@ -1,8 +1,8 @@
 """`FullyShardedDataParallel`: torch's FSDP1 signature, this engine underneath.
 
 The wrapper is a thin module around the user's. The engine is attached to the wrapped module, so a call that
-comes past the wrapper (`model.generate()`, `model.module(x)`) is served as well. `named_parameters`,
-`named_buffers` and state dicts show the names of the plain module, whatever `use_orig_params` says;
+bypasses the wrapper (`model.generate()`, `model.module(x)`) works as well. `named_parameters`,
+`named_buffers` and state dicts show the names of the plain module, whatever `use_orig_params` is;
 parameters are always the user's own objects, never flat ones. `named_modules` shows the wrappers, as torch's.
 """
 
@@ -57,18 +57,18 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     module: what to wrap; wrappers inside it become units of the same engine.
     process_group, device_mesh: over which ranks; None is all. Hybrid strategies take a mesh of two axes.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _HYBRID_SHARD_ZERO2.
-    cpu_offload: refused, unless it says no.
+    cpu_offload: CPUOffload(offload_params=True) is refused.
     auto_wrap_policy: which submodules are units; without one, and without wrappers inside, the engine finds
         them.
-    backward_prefetch: BACKWARD_PRE looks ahead; BACKWARD_POST and None do not.
+    backward_prefetch: BACKWARD_PRE prefetches; BACKWARD_POST and None do not.
     mixed_precision: a MixedPrecision.
     ignored_modules, ignored_states: stay as they are on every rank, unsynchronised.
     param_init_fn: gives a meta-device module's own tensors their values.
-    device_id: where a module that lies on the host, or on meta, is sharded.
-    sync_module_states: the first rank's values always count, also where it is False; True lets the other
-        ranks be on the meta device.
-    forward_prefetch, limit_all_gathers: taken and without effect: the engine looks ahead, and limits itself.
-    use_orig_params: taken and without effect: parameters are always the original ones.
+    device_id: where a module that is on the host, or on meta, is sharded.
+    sync_module_states: all ranks get the first rank's values in any case; with True the other ranks may be
+        on the meta device.
+    forward_prefetch, limit_all_gathers: accepted, without effect: the engine prefetches, and limits itself.
+    use_orig_params: accepted, without effect: parameters are always the original ones.
     """
 
     def __init__(
@@ -164,13 +164,13 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
             yield clean(name), buffer
 
     def requires_grad_(self, requires_grad: bool = True) -> FullyShardedDataParallel:
-        """As any module's; does not begin to shard: an inner one may be frozen, then the outer wrapped."""
+        """Does not shard the model: an inner wrapper may be frozen, then the outer module wrapped."""
         for _, parameter in super().named_parameters():
             parameter.requires_grad_(requires_grad)
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
-        """`fn` sees whole values of each module's own parameters, and its edits count."""
+        """`fn` sees unsharded values of each module's own parameters, and its edits are kept."""
         self._fsdp_wrapped_module.apply(fn)
         fn(self)
         return self
@@ -233,7 +233,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Parameters hold their whole values. All ranks enter together."""
+        """Parameters hold unsharded values. All ranks enter together."""
         if writeback and rank0_only:
             raise NotSupported(
                 "summon_full_params(writeback=True, rank0_only=True): the other ranks have nothing to write",
@@ -252,7 +252,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As the state dict type says: whole by default, and then a collective."""
+        """In the form of the state dict type: by default unsharded, which is a collective."""
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         destination = given.get("destination", destination)
         prefix, keep_vars = given.get("prefix", prefix), given.get("keep_vars", keep_vars)
@@ -270,7 +270,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Whole values, shards, or this rank's elements; nothing changes if one of them does not fit."""
+        """Takes unsharded values, shards, or this rank's elements; if one does not fit, nothing changes."""
         begin(self)
         state = OrderedDict(state_dict)
         if hasattr(state_dict, "_metadata"):
@@ -298,7 +298,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Of all wrappers in `module`; what it was before comes back."""
+        """Of all wrappers in `module`; returns the previous settings."""
         new = strategies.settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = FullyShardedDataParallel.get_state_dict_type(module)
         for wrapper in wrappers_in(module):
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """The same, until it is left."""
+        """`set_state_dict_type` for the duration of a `with` block."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -327,7 +327,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
                 wrapper.state_dict_settings = before
 
 
-# What a policy hands on to the wrappers that it makes.
+# What a policy passes on to the wrappers that it makes.
 _INHERITED = (
     "process_group", "sharding_strategy", "cpu_offload", "backward_prefetch", "mixed_precision",
     "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers",

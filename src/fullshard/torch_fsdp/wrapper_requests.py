@@ -126,9 +126,8 @@ class WrapperRequest(Request):
         # Nobody chose units: those that the engine finds need less memory than the one that torch makes.
         by_engine = len(requests) == 1 and not self.options.by_policy
         units = None if by_engine else _units(self, requests)
-        whole = strategies.precision(self.options.mixed, parameters_in(self.module))
         options |= {
-            "precision": whole if units is None else self.precision,
+            "precision": self.precision,
             "mesh": self.options.mesh,
             "prefetch": self.options.prefetch,
             "units": None if units is None else lambda module: module in units,
