@@ -92,8 +92,11 @@ def _check_module(module: Any) -> None:
             f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
             "Call it on each module inside.",
         )
-    if isinstance(request_of(module), ModuleRequest):
-        raise StateError(f"fully_shard was applied to this {type(module).__name__} already", "Call it once.")
+    if request_of(module) is not None:
+        raise StateError(
+            f"sharding of this {type(module).__name__} was requested before",
+            "Call fully_shard once per module, and not on a FullyShardedDataParallel.",
+        )
     if is_sharded(module):
         raise StateError(
             f"this {type(module).__name__} is part of a model that is sharded already",
