@@ -24,10 +24,16 @@ from fullshard.options import Options
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import LanePlan, lanes_of, plan_of
 from fullshard.plan.units import Member, Unit
+from fullshard.policy import ValueSource
 from fullshard.state.copying import duplicate
 from fullshard.state.materialize import Materializer
 from fullshard.state.optimizer_state import show_state_shards
 from fullshard.state.state_dict import attach_state
+from fullshard.state.value_sources import (
+    GivenFunction,
+    ModuleInitializers,
+    initializer_of_enclosing_model,
+)
 
 Planned = list[tuple[LanePlan, list[Member]]]
 
@@ -37,7 +43,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     lanes_by_unit = [lanes_of(unit, comm.ranks, options) for unit in units]
     materializer, problem = None, None
     try:
-        materializer = Materializer(model, comm.device, options.materialize)
+        materializer = Materializer(model, comm.device, _value_source(model, options))
     except FullshardError as error:
         problem = error
     comm.raise_together(problem)
@@ -77,6 +83,14 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
+
+
+def _value_source(model: nn.Module, options: Options) -> ValueSource:
+    if options.integration.values is not None:
+        return options.integration.values
+    if options.materialize is not None:
+        return GivenFunction(options.materialize)
+    return ModuleInitializers(model, (initializer_of_enclosing_model,))
 
 
 def _fill(unit: Unit, materializer: Materializer, comm: Comm) -> None:

@@ -261,8 +261,9 @@ class MethodGuard(Attached):
         return types.MethodType  # Fabric and inspect ask whether a method is one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shown_whole = self.runtime.options.replicated and self.method.__name__ not in _RESETS
-        if self.unit.pass_state.depth or self.unit.is_unsharded or shown_whole:
+        shows_all = self.runtime.options.replicated and self.method.__name__ not in _RESETS
+        shows_all |= self.runtime.initialising is not None  # gathers a unit when its values are touched
+        if self.unit.pass_state.depth or self.unit.is_unsharded or shows_all:
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "

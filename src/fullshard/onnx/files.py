@@ -22,7 +22,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.tools.commands import as_damage, identify
 from fullshard.comm.control import ControlGroup, control_group, end_groups
-from fullshard.engine.runtime import model_of, runtime_of
+from fullshard.engine.runtime import is_sharded, model_of, runtime_of
 from fullshard.environment import launch
 from fullshard.errors import CheckpointError, NotSupported, OptionError
 from fullshard.extras import need
@@ -62,7 +62,7 @@ def export(
     model = model_of(model)
     given = {name: value.detach().cpu() for name, value in _checked(inputs).items()}
     wanted = Wanted(Path(os.path.abspath(file)), given, default_axes(given) if axes is None else axes, check)
-    if not {"_fullshard", "_fullshard_begin"} & model.__dict__.keys():
+    if not is_sharded(model):
         prepare(wanted)
         return write(_sharing_memory(model), wanted)
     comm = runtime_of(model).comm

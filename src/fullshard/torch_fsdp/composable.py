@@ -1,4 +1,4 @@
-"""`fully_shard`: marks modules; and the class that a marked module has until it is used."""
+"""`fully_shard`, and the class that a module has from this call until its first use."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine.data_parallel_guard import keep_from_replicate
-from fullshard.engine.runtime import engine_of, is_sharded
+from fullshard.engine.runtime import is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.plan.units import has_forward
+from fullshard.torch_fsdp.deferred import Phase, begin_unless_on_meta, is_on_meta, parameters_in, request_of
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
-from fullshard.torch_fsdp.marks import MARKED, Asked, Mark, mark_of, outermost, own_parameters
+from fullshard.torch_fsdp.module_requests import (
+    FullyShardOptions,
+    ModuleClasses,
+    ModuleRequest,
+    module_request,
+)
 from fullshard.torch_fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mixed_precision,
     refuse_offload,
 )
-from fullshard.torch_fsdp.sharding import build_empty, ready, ready_unless_meta, unit_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 _SAME, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -46,14 +50,15 @@ def fully_shard(
 
     module: a module, or a list of modules; each of a list is a unit of its own.
     mesh: one axis shards over it; two axes replicate over the first and shard over the second.
-    reshard_after_forward: True lets full values go after forward; False keeps them until backward; a number
-        keeps each unit together on so many ranks; None is True for blocks and False for the outermost module.
+    reshard_after_forward: True releases full values after forward; False keeps them until backward; a number
+        keeps each unit sharded over so many ranks; None is True for blocks, False for the outermost module.
     mp_policy: a MixedPrecisionPolicy, for each module its own.
-    ignored_params: stay whole on every rank and are not synchronised.
+    ignored_params: stay unsharded on every rank and are not synchronised.
 
-    The call marks the module, and the outermost marked one is sharded when it is first used: by a forward,
-    its parameters(), a state dict, unshard() or reshard(). All ranks must come to that. The first rank's
-    values count. NotSupported: shard_placement_fn (a cut by elements has no rows), CPU offload, dp_mesh_dims.
+    The call only registers a request. The outermost module with one is sharded when it is first used: by a
+    forward, its parameters(), a state dict, unshard() or reshard(), on all ranks. All ranks get the first
+    rank's values. NotSupported: shard_placement_fn (parameters are cut by elements, not rows), CPU offload,
+    dp_mesh_dims.
     """
     modules = module if isinstance(module, list | tuple) else [module]
     refuse_offload(offload_policy)
@@ -69,16 +74,13 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     policy = as_mixed_precision(mp_policy)
-    if not _untraced:  # not at import: this brings in torch's compiler, which costs a second
-        _untraced.append(torch.compiler.disable(ready))  # type: ignore[no-untyped-call]
-    asked = Asked(mesh, reshard_after_forward, policy, frozenset(ignored_params or ()))
+    if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
+        _begin_untraced.append(torch.compiler.disable(ModuleRequest.begin))  # type: ignore[no-untyped-call]
+    options = FullyShardOptions(mesh, reshard_after_forward, policy, frozenset(ignored_params or ()))
     for each in modules:
-        mark = Mark(each, asked, _classes(type(each)))
-        mark.become(MARKED)
+        ModuleRequest(each, options, _classes(type(each)))
         # Hugging Face keeps ranks in step while generating where it sees this.
         each.__dict__["_is_fsdp_managed_module"] = each.__dict__["_fsdp_use_orig_params"] = True
-        each.__dict__["_fullshard_begin"] = ready  # fs.full, fs.save and their kin
-        keep_from_replicate(each)
     return module
 
 
@@ -90,8 +92,11 @@ def _check_module(module: Any) -> None:
             f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
             "Call it on each module inside.",
         )
-    if mark_of(module) is not None:
-        raise StateError(f"fully_shard was applied to this {type(module).__name__} already", "Call it once.")
+    if request_of(module) is not None:
+        raise StateError(
+            f"sharding of this {type(module).__name__} was requested before",
+            "Call fully_shard once per module, and not on a FullyShardedDataParallel.",
+        )
     if is_sharded(module):
         raise StateError(
             f"this {type(module).__name__} is part of a model that is sharded already",
@@ -127,101 +132,93 @@ def _check_reshard(value: Any, mesh: DeviceMesh | None) -> None:
 # ---- classes
 
 
-class _Waiting:
-    """What a marked module does until it is sharded: be sharded, then do what was asked."""
+class _DeferredModule:
+    """A module with a request: it is sharded before it does what it is called for."""
 
     _plain_class: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _ready(self)(*args, **kwargs)
+        return _begun(self)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _ready(self).forward(*args, **kwargs)
+        return _begun(self).forward(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if _meta(self):
+        if _is_deferred_on_meta(self):
             return self._plain_class.state_dict(self, *args, **kwargs)  # type: ignore[call-overload]
-        return _ready(self).state_dict(*args, **kwargs)
+        return _begun(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a meta-device module: it gets memory first."""
-        if _meta(self):
-            _fill(self, None)
-        return _ready(self).load_state_dict(*args, **kwargs)
+        """A meta-device module gets memory first."""
+        if _is_deferred_on_meta(self):
+            module_request(self).begin_blank(None)
+        return _begun(self).load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return _ready(self)._load_from_state_dict(*args, **kwargs)
+        return _begun(self)._load_from_state_dict(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters(recurse=recurse):
             yield parameter
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        module: Any = self
-        ready_unless_meta(module)
-        mark = mark_of(module)
-        if mark is not None and mark.window is not None:
-            mark.window.take_over()  # an optimizer must not get what will not stay
-        return self._plain_class.named_parameters(module, *args, **kwargs)
+        request = module_request(self)
+        begin_unless_on_meta(request)
+        if request.window is not None:
+            request.window.take_over()  # an optimizer must not get parameters that will be replaced
+        return self._plain_class.named_parameters(request.module, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        for parameter in own_parameters(self):  # type: ignore[arg-type]
+        for parameter in parameters_in(module_request(self).module):
             parameter.requires_grad_(requires_grad)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """A compiled call must not have the engine's hooks in it: it is compiled when they are there."""
-        mark = mark_of(self)  # type: ignore[arg-type]
-        assert mark is not None
-        mark.compilations.append((args, kwargs))
+        module_request(self).compilations.append((args, kwargs))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """to(), half(), ... change the module that is not sharded yet; to_empty() of meta shards it."""
         module: Any = self
-        if _meta(self) and not (made := fn(torch.empty(1, device="meta"))).is_meta:
-            _fill(self, made.device)
+        if _is_deferred_on_meta(self) and not (made := fn(torch.empty(1, device="meta"))).is_meta:
+            module_request(self).begin_blank(made.device)
             return self
         return self._plain_class._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _ready(module: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():  # `torch.compile(model)`, called before anything else was asked
-        _untraced[0](module)
+def _begun(module: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():  # the first call of `torch.compile(model)`
+        _begin_untraced[0](module_request(module))
     else:
-        ready(module)
+        module_request(module).begin()
     return module
 
 
-_untraced: list[Callable[[nn.Module], None]] = []  # `ready`, into which torch.compile must not look
+_begin_untraced: list[Callable[[ModuleRequest], Any]] = []  # `begin`, which torch.compile must not trace
 
 
-def _meta(module: Any) -> bool:
-    mark = mark_of(module)
-    return mark is not None and mark.state == MARKED and any(p.is_meta for p in own_parameters(module))
+def _is_deferred_on_meta(module: Any) -> bool:
+    return module_request(module).phase is Phase.DEFERRED and is_on_meta(module)
 
 
-def _fill(module: Any, device: torch.device | None) -> None:
-    build_empty(outermost(module), device)
+_classes_of: dict[type, ModuleClasses] = {}
 
 
-_made: dict[type, tuple[type, type, type]] = {}
-
-
-def _classes(plain: type) -> tuple[type, type, type]:
-    """The class itself, and the two that it has under fully_shard. As torch's, they are named FSDP<class>."""
-    if plain not in _made:
+def _classes(plain: type) -> ModuleClasses:
+    """As torch's, they are named FSDP<class>."""
+    if plain not in _classes_of:
         body = {"_plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
         name = f"FSDP{plain.__name__}"
-        waiting = type(name, (_Waiting, FSDPModule, plain), dict(body))
-        _made[plain] = plain, waiting, type(name, (FSDPModule, plain), dict(body))
-    return _made[plain]
+        deferred = type(name, (_DeferredModule, FSDPModule, plain), dict(body))
+        _classes_of[plain] = ModuleClasses(plain, deferred, type(name, (FSDPModule, plain), dict(body)))
+    return _classes_of[plain]
 
 
-# ---- beside it
+# ---- functions around it
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Full parameters while this method runs, as while forward does. Nothing for a module without mark."""
+    """Parameters are full while this method runs, as in forward. Does nothing without fully_shard."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -238,8 +235,9 @@ class _ForwardMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, method = self._module, self._method
-        ready(module)
-        runtime, unit = engine_of(module), unit_of(module)
+        request = module_request(module)
+        request.begin()
+        runtime, unit = request.runtime, request.unit
         if runtime is None or unit is None or unit.pass_state.depth or unit.is_unsharded:
             return method(*args, **kwargs)
         if not _reads_parameters(module, method):
@@ -259,14 +257,14 @@ class _ForwardMethod:
 
 def _reads_parameters(module: nn.Module, method: Any) -> bool:
     """Whether a method's code names a parameter. One that only calls modules, as `generate` does, needs no
-    help, and one long pass around many forwards would be a hindrance."""
+    gather, and one long pass around many forwards would be in the way."""
     code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     attributes = {name for inside in module.modules() for name in inside._parameters}
     return code is None or bool(attributes & set(code.co_names))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Checked only: engines have no streams of their own that could be shared."""
+    """Only checks its argument: engines have no streams of their own that could be shared."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise OptionError(f"expects FSDPModules but got {type(module)}", "Call fully_shard first.")

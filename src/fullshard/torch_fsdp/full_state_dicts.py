@@ -1,9 +1,9 @@
-"""torch's `get_model_state_dict(..., full_state_dict=True)` and its kin give whole tensors of our values too.
+"""torch's `get_model_state_dict(..., full_state_dict=True)` and its relatives gather our values, too.
 
-They gather what torch knows to be sharded, which is a list of two classes, and pass everything else on as it
-is: a script would get parts where it asked for whole values. The one function in which they gather is
-wrapped; it sees our values whole, one at a time. Where torch has no such function nothing changes, and saving
-such a part is an error.
+They gather tensors of the two classes that torch knows to be sharded, and pass everything else on as it is: a
+script would get shards where it requested full tensors. The one function in which they gather is wrapped, and
+gets our values unsharded, one at a time. Where torch has no such function nothing changes, and saving such a
+shard is an error.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def turn_on() -> None:
     @functools.wraps(gather)
     def gather_ours_too(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         ranks_only = kwargs.get("ranks_only", ())
-        wanted = not ranks_only or own_rank() in ranks_only
+        keep = not ranks_only or own_rank() in ranks_only
         to_host = bool(kwargs.get("cpu_offload", False))
-        return gather(_whole(state_dict, wanted, to_host), *args, **kwargs)
+        return gather(_gathered(state_dict, keep, to_host), *args, **kwargs)
 
     gather_ours_too.is_fullshard = True  # type: ignore[attr-defined]
     setattr(torch_state_dict, _NAME, gather_ours_too)
 
 
-def _whole(value: Any, wanted: bool, to_host: bool) -> Any:
-    """Every rank takes part in every gather; what nobody here wants, or the device should not hold, goes."""
+def _gathered(value: Any, keep: bool, to_host: bool) -> Any:
+    """Every rank takes part in every gather; without `keep` this rank drops the values."""
     if isinstance(value, StateShard):
         full = value.full_tensor()
-        if not wanted:
+        if not keep:
             return full.new_empty(0)
         return full.cpu() if to_host else full
     if isinstance(value, dict):
-        return {key: _whole(item, wanted, to_host) for key, item in value.items()}
+        return {key: _gathered(item, keep, to_host) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_whole(item, wanted, to_host) for item in value)
+        return type(value)(_gathered(item, keep, to_host) for item in value)
     return value
