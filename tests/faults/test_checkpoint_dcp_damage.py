@@ -346,7 +346,7 @@ def _read_everything(folder: Path) -> dict[str, torch.Tensor]:
         for tiled in stored.values():
             source.want(tiled, 0, tiled.tensor.num_elements)
         source.blocks.verify()
-        return {name: source.read_whole(tiled) for name, tiled in stored.items()}
+        return {name: source.read_tensor(tiled) for name, tiled in stored.items()}
     finally:
         source.close()
 

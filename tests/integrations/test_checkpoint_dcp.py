@@ -751,7 +751,8 @@ def _save_ours(folder: str) -> Whole:
 def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fullshard.checkpoint import dcp, opening
+    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.loading import opening
 
     saved = ranks.run(_save_ours, 2, str(tmp_path / "ours"))[0]
     monkeypatch.setattr(dcp.writing, "_ITEM_BYTES", 100)  # rows of 32 and 52 bytes: most tensors in parts
@@ -772,7 +773,8 @@ def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
 
 
 def test_damaged_checkpoint_of_ours_becomes_none_of_torchs(tmp_path: Path) -> None:
-    from fullshard.checkpoint import dcp, opening
+    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.loading import opening
     from fullshard.errors import CheckpointError
 
     ranks.run(_save_ours, 2, str(tmp_path / "ours"))
