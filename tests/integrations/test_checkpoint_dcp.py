@@ -665,9 +665,7 @@ def test_what_cannot_be_told_apart_or_read_is_refused_or_left_out_and_said(tmp_p
                 assert word in message, (what, message)
         assert found["unchanged"]
         assert found["extra"] == {"step": 3}
-        assert found["notes"] == (
-            "large tensors, or pickled objects, that were left unread: 'object', 'big'",
-        )
+        assert found["notes"] == ("large tensors or pickled objects that were not read: 'object', 'big'",)
         assert found["warned"] == (list(found["notes"]) if rank == 0 else [])
 
 

@@ -134,9 +134,7 @@ def test_files_beyond_four_gigabytes_keep_their_offsets() -> None:
     content = b"x" * 16
     rows = [(block, 0, block_bytes, 7) for block in range(1000)]
     pieces = np.array(rows, dtype=PIECE)
-    with pytest.raises(
-        CheckpointError, match=f"bytes {1000 * block_bytes} to {blocks * block_bytes}"
-    ):
+    with pytest.raises(CheckpointError, match=f"bytes {1000 * block_bytes} to {blocks * block_bytes}"):
         join("f", [pieces], blocks * block_bytes, block_bytes)
     tally = Tally(block_bytes)
     tally.add((blocks - 1) * block_bytes, memoryview(content))

@@ -552,7 +552,7 @@ OTHERS: list[tuple[type[nn.Module], type[nn.Module], str, str | None]] = [
     (Plain, Bigger, "has no 'blocks.2.up.weight'", "left as they were: 'blocks.2.up.weight'"),
     (Bigger, Plain, "has 'blocks.2.down.bias'", "but not in the model: 'blocks.2.down.bias'"),
     (Plain, Counted, "has no 'count', which the model has", "left as they were: 'count'"),
-    (Counted, Plain, "has 'count', which the model has not", "but not in the model: 'count'"),
+    (Counted, Plain, "has 'count', which the model does not have", "but not in the model: 'count'"),
     (Plain, WithMemory, "", "extra state of 'memory' is not in the checkpoint: left as it was"),
     (WithMemory, Plain, "", "extra state of 'memory' belongs to no module here: left out"),
     (TwoHeads, Tied, "'one.weight', 'other.weight' are not one tensor", "'one.weight' taken"),
