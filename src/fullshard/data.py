@@ -50,7 +50,7 @@ class Batches:
     to resume on another number of ranks.
 
     After fs.load on as many ranks, random numbers drawn by the model, the loop and a loader without workers
-    continue exactly, if the loop is over `steps`: otherwise the seed that a starting loader draws shifts them.
+    continue exactly if the loop is over `steps`; otherwise the seed that a starting loader draws shifts them.
     Those drawn in worker processes start anew: derive them from the sample's index, or give the dataset of a
     StatefulDataLoader a state_dict with its generators.
     """
@@ -164,7 +164,7 @@ class Batches:
         return state["step"]
 
     def _give(self, position: _Position) -> list[int]:
-        """This rank's share of the batch at a position. One iterator per pass, or samples would come twice."""
+        """This rank's share of a batch. Only one iterator per pass, so that no sample comes twice."""
         if position.of_pass != self._pass:
             raise StateError("this iterator was made before the batches were resumed", "Make a new one.")
         if self._holder not in (None, position):

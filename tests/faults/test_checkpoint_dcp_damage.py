@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from test_checkpoint_dcp import adamw, our_whole, quietly
 from torch.distributed.checkpoint import state_dict as stock_state
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ranks
 import reference
 from cases import refusal
+from dcp_runs import adamw, our_whole, quietly
 from engines import Net, build
 
 ITEM = "model.blocks.1.0.weight"  # of shape (13, 8), in rows of 32 bytes
