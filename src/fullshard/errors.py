@@ -72,6 +72,10 @@ class CheckpointError(FullshardError):
     """A checkpoint that cannot be written, is damaged, or belongs to another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is incomplete, or whose bytes are not those that were written."""
+
+
 class NotSupported(FullshardError):
     """A torch feature that does not work on a sharded module."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.contents import Site, canonical, plain
+from fullshard.checkpoint.parameters import Site, canonical, plain
 from fullshard.comm.groups import Comm
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order, piece_view

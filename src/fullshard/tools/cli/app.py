@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.checkpoint.tools.commands import Damaged
-from fullshard.errors import FullshardError
+from fullshard.errors import DamagedCheckpoint, FullshardError
 from fullshard.tools.cli import checkpoints, launch, machine, plan, simulate, train
 from fullshard.tools.cli.commands import Command, shown
 from fullshard.version import VERSION
@@ -49,7 +48,7 @@ def run(said: Sequence[str]) -> int:
         return code if said else 2
     except FullshardError as error:
         _say(f"{error.what.rstrip('.')}. {error.remedy}")
-        return 1 if isinstance(error, Damaged) else 2
+        return 1 if isinstance(error, DamagedCheckpoint) else 2
     except _USAGE as error:
         _say(_usage(error))
         return 2

@@ -1,4 +1,4 @@
-"""One rank's part of the files of a save: which files there are, and this rank's bytes in them."""
+"""The files of a save and this rank's bytes in them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint import files
-from fullshard.checkpoint.contents import Held
 from fullshard.checkpoint.files import OpenFile, failed
 from fullshard.checkpoint.format import headers
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, Pieces, Tally
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import NAME, Part
+from fullshard.checkpoint.saving.contents import LocalSlice
 from fullshard.comm.groups import as_bytes
 
-FILE_BYTES = 5 * 10**9  # of one safetensors file; a larger tensor has a file for itself
-_STAGED_BYTES = 32 * 2**20  # copied from a device at once
+FILE_BYTES = 5 * 10**9  # per safetensors file; a larger tensor gets a file of its own
+_STAGED_BYTES = 32 * 2**20  # copied from a device at a time
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FilePlan:
 def plan_files(
     kind: str, tensors: Sequence[Tensor], file_bytes: int | None = None, needs: str = NAME
 ) -> list[FilePlan]:
-    """The files for these tensors: `model.safetensors`, or several, numbered as transformers expects."""
+    """The files for these tensors: `model.safetensors`, or several numbered files as transformers expects."""
     groups: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -54,7 +54,7 @@ def plan_files(
 
 
 def plan_file(name: str, tensors: Sequence[Tensor], needs: str = "") -> FilePlan:
-    # Wide dtypes first: readers that map the file need each tensor aligned to its own width.
+    # Wide dtypes first: readers that map the file need each tensor aligned to its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     head, begins = headers.build(ordered, needs)
     return FilePlan(name, head, len(head) + sum(t.size_bytes for t in ordered), begins)
@@ -69,10 +69,10 @@ def index_of(plans: Sequence[FilePlan]) -> bytes:
 
 @dataclass
 class Written:
-    """What a rank has written: pieces of files' blocks, files of its own, and elements by kind."""
+    """What a rank has written: checksums of pieces, sizes of its own files, and elements per kind."""
 
     pieces: dict[str, Pieces] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # of files that only this rank wrote
+    sizes: dict[str, int] = field(default_factory=dict)  # of the files that this rank alone wrote
     parts: dict[str, list[Part]] = field(default_factory=dict)
     elements: dict[str, int] = field(default_factory=dict)
 
@@ -85,38 +85,46 @@ class RankWriter:
         self.written = Written()
 
     def create(self, plans: Iterable[FilePlan]) -> None:
-        """Make the files that all ranks write into, with their headers. The first rank does this."""
+        """Create the files that all ranks write into, with their headers. Only the first rank does this."""
         for plan in plans:
             self._create(plan.name, plan.size_bytes)
             self._write(
                 plan.name, [(0, torch.frombuffer(bytearray(plan.head), dtype=torch.uint8), torch.uint8)]
             )
 
-    def write_shared(self, plans: Iterable[FilePlan], held: Sequence[Held], kind: str) -> None:
-        """This rank's elements, each at its own place."""
-        mine = {h.tensor.name: h for h in held}
+    def write_shared(self, plans: Iterable[FilePlan], slices: Sequence[LocalSlice], kind: str) -> None:
+        """Write this rank's elements at their offsets in the shared files."""
+        by_name = {s.tensor.name: s for s in slices}
         for plan in plans:
             places = []
             for name, begin in plan.begins.items():
-                h = mine[name]
-                if h.start < h.stop:
-                    places.append((begin + h.start * h.tensor.dtype.itemsize, h.values, h.tensor.dtype))
+                s = by_name[name]
+                if s.start < s.stop:
+                    places.append((begin + s.start * s.tensor.dtype.itemsize, s.values, s.tensor.dtype))
             if places:
                 self._write(plan.name, sorted(places, key=lambda place: place[0]))
-        self._count(kind, held)
+        self._count(kind, slices)
 
-    def write_parts(self, name: str, kinds: Mapping[str, Sequence[Held]]) -> None:
-        """This rank's elements in a file of its own, one flat tensor for each."""
-        held = [(f"{kind}/{h.tensor.name}", h) for kind, values in kinds.items() for h in values]
-        held = [(label, h) for label, h in held if h.start < h.stop or not h.tensor.num_elements]
-        flat = [Tensor(label, h.tensor.dtype, (h.stop - h.start,)) for label, h in held]
-        self._write_file(name, plan_file(name, flat), {label: h.values for label, h in held}, flat)
-        self.written.parts[name] = [Part(label, h.start, h.stop, h.tensor.shape) for label, h in held]
-        for kind, values in kinds.items():
-            self._count(kind, values)
+    def write_parts(self, name: str, kinds: Mapping[str, Sequence[LocalSlice]]) -> None:
+        """Write this rank's elements to a file of its own, one flat tensor per slice."""
+        labelled = {
+            f"{kind}/{s.tensor.name}": s
+            for kind, slices in kinds.items()
+            for s in slices
+            if s.start < s.stop or not s.tensor.num_elements
+        }
+        flat = [Tensor(label, s.tensor.dtype, (s.stop - s.start,)) for label, s in labelled.items()]
+        self._write_file(
+            name, plan_file(name, flat), {label: s.values for label, s in labelled.items()}, flat
+        )
+        self.written.parts[name] = [
+            Part(label, s.start, s.stop, s.tensor.shape) for label, s in labelled.items()
+        ]
+        for kind, slices in kinds.items():
+            self._count(kind, slices)
 
-    def write_whole(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """A file of whole tensors that only this rank writes; none if there are no tensors."""
+    def write_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a file of complete tensors, by this rank alone; without tensors there is no file."""
         if tensors:
             described = [Tensor(label, t.dtype, tuple(t.shape)) for label, t in tensors.items()]
             values = {label: t.reshape(-1) for label, t in tensors.items()}
@@ -145,7 +153,7 @@ class RankWriter:
         try:
             files.disk.create(self._folder / name, size_bytes)
         except OSError as error:
-            raise failed(f"cannot make {str(self._folder / name)!r}", error) from error
+            raise failed(f"cannot create {str(self._folder / name)!r}", error) from error
 
     def _write(self, name: str, places: Sequence[tuple[int, torch.Tensor, torch.dtype]]) -> None:
         path, tally = self._folder / name, Tally(self._block_bytes)
@@ -169,20 +177,20 @@ class RankWriter:
         for data in _host_bytes(values, dtype):
             at = 0
             while at < len(data):
-                # Block by block: what the checksum has just read is still in the cache when it is written.
+                # Block by block: the bytes are still in the processor's cache after the checksum.
                 stop = min(len(data), at + self._block_bytes - (offset + at) % self._block_bytes)
                 tally.add(offset + at, data[at:stop])
                 file.write_at(offset + at, data[at:stop])
                 at = stop
             offset += len(data)
 
-    def _count(self, kind: str, held: Iterable[Held]) -> None:
-        count = sum(h.stop - h.start for h in held)
+    def _count(self, kind: str, slices: Iterable[LocalSlice]) -> None:
+        count = sum(s.stop - s.start for s in slices)
         self.written.elements[kind] = self.written.elements.get(kind, 0) + count
 
 
 def _host_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of flat values in host memory, cast, a piece at a time where they must be copied."""
+    """The bytes of flat values, cast to `dtype`, in host memory; in pieces where they must be copied."""
     if values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous():
         yield as_bytes(values).numpy().data
         return

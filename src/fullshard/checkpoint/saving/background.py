@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time, and none that fails unheard."""
+"""Background saves: one at a time; an error is raised in `wait`, or in the next save or load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from fullshard.errors import CheckpointError, FullshardError
 
 _log = logging.getLogger("fullshard")
-_under_way: list[Saving] = []  # of any model: a load may want what another model is about to leave
+_in_progress: list[Saving] = []  # of any model: a load may need what another model is still saving
 
 
 class Saving:
-    """A save, done or under way. `wait` returns when the checkpoint is there, or raises what went wrong."""
+    """A save, done or in progress. `wait` returns when the checkpoint is complete, or raises its error."""
 
     def __init__(self, path: Path, run: Callable[[], None], background: bool) -> None:
         self.path = path
@@ -23,13 +23,13 @@ class Saving:
         if not background:
             run()
             return
-        _under_way.append(self)
-        # Not a daemon: the interpreter waits for it before it ends.
+        _in_progress.append(self)
+        # Not a daemon: the interpreter waits for the thread before it exits.
         self._thread = threading.Thread(target=self._run, args=(run,), name="fullshard save", daemon=False)
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether nothing is left to do; `wait` says whether it went well."""
+        """Whether the save has ended; `wait` raises if it failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -45,7 +45,7 @@ class Saving:
             run()
         except FullshardError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001  raised in `wait`, where somebody hears it
+        except Exception as error:  # noqa: BLE001  raised again in `wait`
             self._error = CheckpointError(
                 f"{type(error).__name__} in a background save: {error}", "See its cause."
             )
@@ -55,6 +55,6 @@ class Saving:
 
 
 def finish_earlier() -> None:
-    """Wait for the saves before this one; if one failed, raise its error, as all its ranks do."""
-    while _under_way:
-        _under_way.pop(0).wait()
+    """Wait for the saves in progress; if one failed, raise its error, as all of its ranks do."""
+    while _in_progress:
+        _in_progress.pop(0).wait()

@@ -1,8 +1,9 @@
-"""A checkpoint's bytes, read by whole blocks, each checked before it is used.
+"""A checkpoint's bytes, read in blocks, each of which is checked before it is used.
 
-A reader says first what it will need (`want`), then all of it is read and checked (`verify`), and only then
-is anything handed out (`read_into`), which reads and checks it once more. Keeping what was checked instead
-took as much memory as the shards, and as long: the second time the system has it in its cache.
+A reader first announces what it will need (`want`), then everything is read and checked (`verify`), and
+only then is anything returned (`read_into`), which reads and checks it once more. Rejected: keeping what
+was checked. It took as much memory as the shards, and as long, since the second read is served from the
+system's cache.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import FileRecord
 from fullshard.comm.groups import as_bytes
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-CHUNK_BYTES = 16 * 2**20  # read at once
+CHUNK_BYTES = 16 * 2**20  # read at a time
 _OPEN_FILES = 64
-_CHECKED_BYTES = 4 * 2**20  # read, then checked, at once
-_RECENT_BLOCKS = 8  # kept for a while: many small tensors lie in one block
-_REMEDY = "The checkpoint is damaged; use another one, and have the disk looked at."
+_CHECKED_BYTES = 4 * 2**20  # read, then checked, at a time
+_RECENT_BLOCKS = 8  # cached: one block may hold many small tensors
+DAMAGED = "The checkpoint is damaged; use another one."
+_REMEDY = "The checkpoint is damaged; use another one, and check the disk."
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of a tensor lie in `file` from byte `begin` on."""
+    """Elements [start, stop) of a tensor, which are in `file` from byte `begin` on."""
 
     start: int
     stop: int
@@ -48,13 +50,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor and where its elements are; spans follow each other from 0 to its last element."""
+    """A tensor and where its elements are: contiguous spans from 0 to its last element."""
 
     tensor: Tensor
     spans: tuple[Span, ...]
 
     def ranges(self, start: int, stop: int) -> Iterable[tuple[Span, int, int]]:
-        """The spans that hold elements [start, stop), each with the part of it that does."""
+        """The spans that overlap elements [start, stop), each with its overlap."""
         for span in self.spans:
             low, high = max(start, span.start), min(stop, span.stop)
             if low < high:
@@ -62,13 +64,13 @@ class Stored:
 
 
 class Blocks:
-    """The files of one folder. With `records` every block read is checked against them."""
+    """The files of one folder. With `records`, every block that is read is checked against them."""
 
     def __init__(self, folder: Path, records: Mapping[str, FileRecord] | None, block_bytes: int) -> None:
         self.folder, self._records, self.block_bytes = folder, records, block_bytes
         self._open: OrderedDict[str, int] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)  # blocks, half-open
+        self._wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)  # half-open ranges of blocks
         self._recent: OrderedDict[tuple[str, int], np.ndarray[Any, Any]] = OrderedDict()
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class Blocks:
         self._open.clear()
 
     def size(self, file: str) -> int:
-        """Its size; for a checked file, the one it must have."""
+        """The size of a file, checked against its record."""
         if file not in self._sizes:
             try:
                 size = os.fstat(self._descriptor(file)).st_size
@@ -86,10 +88,10 @@ class Blocks:
                 raise unreadable(self.name(file), error) from error
             record = self._records.get(file) if self._records is not None else None
             if self._records is not None and record is None:
-                raise CheckpointError(f"the manifest does not name {self.name(file)}", _REMEDY)
+                raise DamagedCheckpoint(f"the manifest does not name {self.name(file)}", _REMEDY)
             if record is not None and record.size_bytes != size:
                 what = "cut short" if size < record.size_bytes else "appended to"
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"{self.name(file)} has {size} bytes and must have {record.size_bytes}: it was {what}",
                     _REMEDY,
                 )
@@ -99,7 +101,7 @@ class Blocks:
     def name(self, file: str) -> str:
         return repr(str(self.folder / file))
 
-    # ---- in the order of use
+    # ---- in order of use
 
     def want(self, file: str, begin: int, end: int) -> None:
         if begin < end:
@@ -107,30 +109,30 @@ class Blocks:
             self._wanted[file].append((begin // size, -(-end // size)))
 
     def verify(self) -> None:
-        """Read and check every block that is wanted."""
+        """Read and check every announced block."""
         wanted, self._wanted = self._wanted, defaultdict(list)
         scratch = np.empty(_CHECKED_BYTES, np.uint8)
         for file, runs in sorted(wanted.items()):
             size = self.size(file)
             if self._records is None:
-                continue  # nothing to check them with
+                continue  # there are no checksums
             for first, last in _merged(runs):
                 begin, end = first * self.block_bytes, min(last * self.block_bytes, size)
                 for at, stop in self._steps(begin, end):
                     self._fill_checked(file, at, scratch[: stop - at])
 
     def read_into(self, file: str, begin: int, end: int, out: np.ndarray[Any, Any]) -> None:
-        """Bytes [begin, end) of a file. Whole blocks go straight to their place, and are checked there."""
+        """Read bytes [begin, end) of a file. Complete blocks are read in place, and checked there."""
         if self._records is None:
             self._fill(file, begin, out)
             return
         size, at = self.block_bytes, begin
         while at < end:
-            whole = end if end == self.size(file) else end // size * size
-            if at % size == 0 and at < whole:
-                for step, stop in self._steps(at, whole):
+            blocks_end = end if end == self.size(file) else end // size * size
+            if at % size == 0 and at < blocks_end:
+                for step, stop in self._steps(at, blocks_end):
                     self._fill_checked(file, step, out[step - begin : stop - begin])
-                at = whole
+                at = blocks_end
                 continue
             block = self._block(file, at // size)
             stop = min(end, (at // size + 1) * size)
@@ -140,14 +142,14 @@ class Blocks:
     def bytes(self, file: str, begin: int, end: int) -> bytes:
         out = np.empty(end - begin, np.uint8)
         if self.size(file) < end:
-            raise CheckpointError(f"{self.name(file)} ends before byte {end}", _REMEDY)
+            raise DamagedCheckpoint(f"{self.name(file)} ends before byte {end}", _REMEDY)
         self.read_into(file, begin, end, out)
         return out.tobytes()
 
     # ---- inside
 
     def _steps(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
-        """Whole blocks, as many at a time as are still in the processor's cache when they are checked."""
+        """Ranges of complete blocks, each small enough to be in the processor's cache when it is checked."""
         step = max(1, _CHECKED_BYTES // self.block_bytes) * self.block_bytes
         return ((at, min(at + step, end)) for at in range(begin, end, step))
 
@@ -164,13 +166,13 @@ class Blocks:
         return data
 
     def _fill_checked(self, file: str, begin: int, out: np.ndarray[Any, Any]) -> None:
-        """Whole blocks from `begin` on."""
+        """Read complete blocks from `begin` on, and check them."""
         assert self._records is not None
         self._fill(file, begin, out)
         size, expected = self.block_bytes, self._records[file].blocks
         for at in range(0, len(out), size):
             if checksum(out[at : at + size]) != expected[(begin + at) // size]:
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"{self.name(file)}: bytes {begin + at} to {begin + min(at + size, len(out))} are not "
                     "those that were written: their checksum differs",
                     _REMEDY,
@@ -187,7 +189,7 @@ class Blocks:
         while at < len(out):
             count = os.preadv(descriptor, [out[at:]], begin + at)
             if count == 0:
-                raise OSError(None, "it was cut short while it was read")
+                raise OSError(None, "it was truncated while it was read")
             at += count
 
     def _descriptor(self, file: str) -> int:
@@ -197,7 +199,7 @@ class Blocks:
         while len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         path = self.folder / file
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        if path.exists() and not path.is_file():  # opening a pipe would block forever
             raise OSError(None, "it is not a file")
         self._open[file] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return descriptor
@@ -214,9 +216,9 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Source:
-    """A checkpoint opened for reading: tensors of the model and of the optimizer by name."""
+    """A checkpoint opened for reading: the tensors of the model and of the optimizer by name."""
 
-    may_lack: frozenset[str] = frozenset()  # names of the model that nobody misses here
+    may_lack: frozenset[str] = frozenset()  # names of the model that need not be there
 
     def __init__(self, folder: Path, blocks: Blocks) -> None:
         self.folder, self.blocks = folder, blocks
@@ -232,7 +234,7 @@ class Source:
             self.blocks.want(span.file, begin, end)
 
     def read(self, stored: Stored, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements [start, stop) into `out`, flat, on any device, cast to its dtype."""
+        """Read elements [start, stop) into `out`: flat, on any device, cast to its dtype."""
         same = out.device.type == "cpu" and out.dtype == stored.tensor.dtype and out.is_contiguous()
         itemsize = stored.tensor.dtype.itemsize
         for span, low, high in stored.ranges(start, stop):
@@ -242,7 +244,7 @@ class Source:
                 self.blocks.read_into(span.file, begin, end, place)
                 continue
             step = max(1, CHUNK_BYTES // itemsize)
-            locked = out.device.type == "cuda"  # page-locked: the device copies from it at full speed
+            locked = out.device.type == "cuda"  # page-locked, so that the device copies at full speed
             staged = torch.empty(min(step, high - low), dtype=stored.tensor.dtype, pin_memory=locked)
             for at in range(low, high, step):
                 stop_at = min(at + step, high)
@@ -251,33 +253,34 @@ class Source:
                 self.blocks.read_into(span.file, begin, end, as_bytes(part).numpy())
                 out[at - start : stop_at - start].copy_(part)
 
-    def read_whole(self, stored: Stored) -> torch.Tensor:
+    def read_tensor(self, stored: Stored) -> torch.Tensor:
+        """All elements, in host memory."""
         value = torch.empty(stored.tensor.num_elements, dtype=stored.tensor.dtype)
         self.read(stored, 0, stored.tensor.num_elements, value)
         return value.view(stored.tensor.shape)
 
 
 class Foreign(Source):
-    """A checkpoint that somebody else's library wrote: no manifest, so only what it says can be checked."""
+    """A checkpoint of another library: it has no manifest, so only what it holds can be checked."""
 
     tied: Mapping[str, str] = MappingProxyType({})
 
     def fingerprint(self) -> str:
-        """Hosts may each have a copy of their own: the same names and places, the same text."""
+        """A digest of names and locations: if hosts have copies of the files, these must be equal."""
         kinds = (sorted(kind.items()) for kind in (self.model, self.optimizer))
         return hashlib.sha256(repr([*kinds]).encode()).hexdigest()
 
     def fit(self, model: nn.Module, names: set[str]) -> None:
-        """Give the tensors in `model` the names that this model uses, where its own differ in a known way."""
+        """Rename the tensors in `self.model` to the names of this model, where they differ in a known way."""
 
     def optimizer_load(self, runtime: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-        """What plans and applies the optimizer's state, as OptimizerLoad does."""
+        """An object that plans and applies the optimizer's state, as OptimizerLoad does."""
         raise CheckpointError(
             f"{str(self.folder)!r} holds no optimizer state", "Load it without the optimizer."
         )
 
     def others(self, work: Any, model: nn.Module) -> dict[str, Any]:
-        """Values beside the tensors. What a module takes is added to `work`; the rest is for the user."""
+        """Other values than the model's tensors. Adds the reads for modules to `work`, returns the rest."""
         return {}
 
 
@@ -286,24 +289,25 @@ def _bytes_of(stored: Stored, span: Span, start: int, stop: int) -> tuple[int, i
     return span.begin + (start - span.start) * itemsize, span.begin + (stop - span.start) * itemsize
 
 
-def whole_tensors(blocks: Blocks, file: str) -> dict[str, Stored]:
-    """The tensors of one safetensors file."""
+def tensors_in(blocks: Blocks, file: str) -> dict[str, Stored]:
+    """The tensors of a safetensors file."""
     return tensors_and_needs(blocks, file)[0]
 
 
 def tensors_and_needs(blocks: Blocks, file: str) -> tuple[dict[str, Stored], str]:
     """The same, and the file without which this one should not be trusted, if it names one."""
-    found = headers.read(str(blocks.folder / file), blocks.size(file), partial(blocks.bytes, file))
+    header = headers.read(str(blocks.folder / file), blocks.size(file), partial(blocks.bytes, file))
     stored = {
-        name: Stored(tensor, (Span(0, tensor.num_elements, file, found.begins[name]),))
-        for name, tensor in found.tensors.items()
+        name: Stored(tensor, (Span(0, tensor.num_elements, file, header.begins[name]),))
+        for name, tensor in header.tensors.items()
     }
-    return stored, found.needs
+    return stored, header.needs
 
 
-def add_once(into: dict[str, Stored], found: Mapping[str, Stored], file: str) -> None:
-    for name, stored in found.items():
+def add_unique(into: dict[str, Stored], tensors: Mapping[str, Stored], file: str) -> None:
+    """Add the tensors of a file; raises if one is there already."""
+    for name, stored in tensors.items():
         if name in into:
             other = into[name].spans[0].file if into[name].spans else "another file"
-            raise CheckpointError(f"tensor {name!r} is in {file!r} and in {other!r}", _REMEDY)
+            raise DamagedCheckpoint(f"tensor {name!r} is in {file!r} and in {other!r}", _REMEDY)
         into[name] = stored

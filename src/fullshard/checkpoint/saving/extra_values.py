@@ -1,4 +1,4 @@
-"""Values beside the tensors: what all ranks agree on is stored once, what differs by rank for each."""
+"""Values other than the model's tensors: stored once if all ranks agree, otherwise per rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ import torch
 from fullshard.checkpoint.format.values import Encoder, Tree
 from fullshard.errors import CheckpointError
 
-SHARED_FILE = "extra.safetensors"
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"
-
 
 @dataclass
-class Trees:
-    """Of one rank: trees that every rank has alike, its own, and the large tensors of each."""
+class ExtraValues:
+    """One rank's values: trees that are equal on every rank, its own trees, and the large tensors of each."""
 
     shared: dict[str, Tree] = field(default_factory=dict)
     own: dict[str, Tree] = field(default_factory=dict)
@@ -36,31 +30,31 @@ class Trees:
 
 
 def encode_extra(extra: Mapping[str, Any] | None) -> dict[str, tuple[Tree, Encoder]]:
-    """The user's own values, name by name."""
+    """The user's values by name, each with the encoder that holds its large tensors."""
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"extra is a {type(extra).__name__}", "Give a dict of plain values.")
     encoded = {}
     for name, value in (extra or {}).items():
         if not isinstance(name, str) or name.startswith("$"):
-            raise CheckpointError(f"extra has the name {name!r}", "Use texts that do not begin with '$'.")
+            raise CheckpointError(f"extra has the name {name!r}", "Use strings that do not begin with '$'.")
         encoder = Encoder()
         encoded[name] = encoder.encode(value, f"extra[{name!r}]"), encoder
     return encoded
 
 
-def sort_out(encoded: dict[str, tuple[Tree, Encoder]], digests: list[dict[str, str]]) -> Trees:
-    """Which of the user's values are the same on every rank, by every rank's digests of its own."""
-    trees = Trees()
+def split_by_rank(encoded: dict[str, tuple[Tree, Encoder]], digests: list[dict[str, str]]) -> ExtraValues:
+    """Sort the user's values into those equal on every rank and this rank's own, by all ranks' digests."""
+    values = ExtraValues()
     own: dict[str, Tree] = {}
     for name, (tree, encoder) in encoded.items():
-        if len({theirs.get(name) for theirs in digests}) == 1:
-            trees.shared[name] = tree
-            trees.shared_tensors |= encoder.tensors
+        if len({of_rank.get(name) for of_rank in digests}) == 1:
+            values.shared[name] = tree
+            values.shared_tensors |= encoder.tensors
         else:
             own[name] = tree
-            trees.own_tensors |= encoder.tensors
-    trees.own["extra"] = own
-    return trees
+            values.own_tensors |= encoder.tensors
+    values.own["extra"] = own
+    return values
 
 
 def digest(tree: Tree) -> str:
