@@ -17,8 +17,8 @@ from fullshard import options as _options
 from fullshard.build import build
 from fullshard.comm import control, groups
 from fullshard.comm.groups import Comm
-from fullshard.engine.generation import inferring
 from fullshard.engine.inference import Kept
+from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
 from fullshard.options import Options

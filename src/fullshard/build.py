@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import integrations
 from fullshard.comm.groups import Comm, as_bytes
-from fullshard.engine import generation, hooks, optimizers
+from fullshard.engine import hooks, optimizers
 from fullshard.engine.lane import Lane, Slots, in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import LiveUnit
@@ -69,7 +70,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime.adopt_optimizer = show_state_shards
     runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
     hooks.attach(runtime, model)
-    generation.attach(runtime, model)
+    integrations.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime

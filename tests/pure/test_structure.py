@@ -18,7 +18,7 @@ from fullshard import extras
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 
-BASE = {"errors", "version", "extras", "options", "policy", "precision", "environment"}
+BASE = {"errors", "version", "extras", "options", "policy", "precision", "environment", "integrations"}
 API = {"", "api", "build", "data"}
 # Each room and the rooms that it may import from. Inside a room the order is free.
 ARROWS: dict[str, set[str]] = {
@@ -27,10 +27,11 @@ ARROWS: dict[str, set[str]] = {
     "comm": {"base", "plan"},
     "engine": {"base", "plan", "comm"},
     "state": {"base", "plan", "comm", "engine"},
-    "api": {"base", "plan", "comm", "engine", "state", "checkpoint"},
+    "model_libraries": {"base", "engine"},
+    "api": {"base", "plan", "comm", "engine", "state", "checkpoint", "model_libraries"},
     "checkpoint": {"base", "plan", "comm", "engine", "state"},
     "torch_fsdp": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
-    "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
+    "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint", "model_libraries"},
     "lightning": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
     "onnx": {"base", "comm", "engine", "state", "api", "checkpoint"},
     "training": {"base", "plan", "comm", "engine", "api", "checkpoint"},
@@ -105,6 +106,13 @@ def test_only_comm_runs_collectives() -> None:
             assert "import torch.distributed as dist" not in path.read_text(), path
         if name != "tools.simulation.group":  # whose collectives are those of the simulated ranks
             assert "from torch import distributed" not in path.read_text(), path
+
+
+def test_core_knows_no_library_by_name() -> None:
+    for name, path in FILES.items():
+        if _room(name) in ("plan", "comm", "engine", "state"):
+            words = re.findall(r"transformers|peft|accelerate\b|lightning", path.read_text(), re.IGNORECASE)
+            assert not words, f"{name} names {words}"
 
 
 def test_rivals_are_imported_only_to_compare_with() -> None:

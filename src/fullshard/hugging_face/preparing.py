@@ -14,6 +14,7 @@ from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.hugging_face import asked
 from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
+from fullshard.model_libraries.transformers import IN_STEP
 from fullshard.state.state_dict import StateShard
 
 
@@ -33,7 +34,7 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
     shard(model, **said)
     for module in model.modules():
         if hasattr(type(module), "generate"):
-            module.__dict__["_is_fsdp_managed_module"] = True  # ranks go on generating until all are done
+            module.__dict__[IN_STEP] = True  # ranks continue generating until all are done
         if hasattr(type(module), "num_parameters"):
             module.__dict__["num_parameters"] = functools.partial(_num_parameters, module)
         if hasattr(type(module), "save_pretrained") and (module is model or not is_adapter(module)):

@@ -4,21 +4,21 @@ Every tensor gets memory filled with a mark, the module's own initializer runs, 
 the mark was not initialised: an error lists it. A non-persistent buffer that only `__init__` computes
 (a rotary table, a mask) is found that way instead of being silently garbage.
 
-A model of transformers' initialises some tensors from above: GPT-2's attention scales down the projection
-inside it, a mixer sets the bias of its step. So initializers run from the leaves up, and a module without
-tensors of its own is asked too, once all that lies in it has values.
+Some models initialise tensors from an enclosing module: GPT-2's attention scales down the projection inside
+it, a mixer sets the bias of its step. So initializers run from the leaves up, and a module without tensors of
+its own has its initializer run, too, once everything inside it has values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard import integrations
 from fullshard.errors import Uninitialised
 from fullshard.plan.tensor_parallel import local_of, resting, spec_of
 
@@ -76,14 +76,8 @@ class Materializer:
         return found
 
     def _of_model(self, module: nn.Module) -> Callable[[], Any] | None:
-        """Hugging Face: the innermost model around a module initialises it."""
-        around: nn.Module | None = module
-        while around is not None:
-            initialize: Any = getattr(around, "_init_weights", None)
-            if callable(initialize) and (around is self._model or hasattr(around, "_initialize_weights")):
-                return partial(initialize, module)
-            around = next(iter(self._parents.get(around, ())), None)
-        return None
+        """The initializer that a model library has for a module of its models."""
+        return integrations.initializer_of(self._model, module, self._parents)
 
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Memory and values for these modules' own tensors."""
