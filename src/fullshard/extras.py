@@ -1,4 +1,4 @@
-"""Libraries beside the core: there in a version that was tried, or an error that says what to install."""
+"""Optional libraries: installed in a tested version, or an error that names what to install."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from fullshard.errors import MissingExtra
 
-# What the tests run with, as far as the first two numbers: other versions have other insides, and a door that
-# half works is worse than one that is shut. Libraries that we only call, as anybody would, are not listed.
+# The versions that the tests run with, major and minor: other versions have other internals, and an
+# integration that half works is worse than none. Libraries used by their public interface are not listed.
 TRIED: dict[str, tuple[str, ...]] = {
     "accelerate": ("1.15",),
     "transformers": ("5.22",),
@@ -31,8 +31,17 @@ def need(library: str, extra: str) -> Any:
         ) from None
 
 
+def is_tested(library: str) -> bool:
+    """Whether the installed version of `library` is one that the tests run with, or none is installed."""
+    try:
+        refuse_untried(library)
+    except MissingExtra:
+        return False
+    return True
+
+
 def refuse_untried(library: str) -> None:
-    """A library whose insides we reach into must be of a version that we have tests with."""
+    """A library whose internals are patched must be installed in a version that the tests run with."""
     try:
         found = version(library)
     except PackageNotFoundError:

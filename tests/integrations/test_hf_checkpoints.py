@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import hf_runs
@@ -255,3 +256,32 @@ def test_save_without_frozen_parameters_holds_what_trains_and_passes_for_no_mode
         assert "left as they were" in found["said"][0]
         assert found["head"]
         assert found["rest"]
+
+
+def _two_trainers_of_one_model(folder: str) -> dict[str, float]:
+    """The first saves the model alone; the second trains it on, and saves everything to the same folder."""
+    hf_runs.forget()
+    model, other = hf_runs.causal_lm(), hf_runs.causal_lm(seed=1)
+    saving = SHARDED | {"max_steps": 1}
+    first = hf_runs.trainer(folder, copy.deepcopy(saving), model)
+    first.train()
+    first.save_model(f"{folder}/last", _internal_call=True)
+    beside = hf_runs.trainer(f"{folder}/beside", copy.deepcopy(saving | {"save_strategy": "epoch"}), other)
+    beside.train()
+    second = hf_runs.trainer(folder, copy.deepcopy(saving), model)
+    second.train()
+    second.accelerator.save_state(f"{folder}/last")
+    difference = {}
+    for name, made in (("last", second), ("beside/checkpoint-1", beside)):
+        state = made.accelerator.get_state_dict(made.model)
+        if state:
+            saved = safetensors.torch.load_file(f"{folder}/{name}/pytorch_model_fsdp_0/model.safetensors")
+            difference[name] = max(float((saved[key] - state[key]).abs().max()) for key in saved)
+    return difference
+
+
+def test_trainers_in_one_process_do_not_take_each_others_saves_for_their_own(tmp_path: Path) -> None:
+    assert ranks.run(_two_trainers_of_one_model, 2, str(tmp_path), timeout_s=240) == [
+        {"last": 0.0, "beside/checkpoint-1": 0.0},
+        {},
+    ]

@@ -18,7 +18,17 @@ from fullshard import extras
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 
-BASE = {"errors", "version", "extras", "options", "policy", "precision", "environment", "integrations"}
+BASE = {
+    "errors",
+    "version",
+    "extras",
+    "options",
+    "policy",
+    "precision",
+    "environment",
+    "integrations",
+    "patches",
+}
 API = {"", "api", "build", "data"}
 # Each room and the rooms that it may import from. Inside a room the order is free.
 ARROWS: dict[str, set[str]] = {

@@ -33,12 +33,12 @@ def forget() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     import fullshard.hugging_face
-    from fullshard.hugging_face import own_options
+    from fullshard.hugging_face import shard_options
 
     fullshard.hugging_face.turn_on()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    own_options._said.clear()
+    shard_options._given.clear()
     for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     quiet()

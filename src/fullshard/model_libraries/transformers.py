@@ -22,7 +22,7 @@ from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.integrations import Initializer, ModelLibrary, Parents
 
-IN_STEP = "_is_fsdp_managed_module"  # the attribute by which transformers decides whether to keep ranks in step
+IN_STEP = "_is_fsdp_managed_module"  # where it is set, transformers keeps ranks in step
 
 
 class Generate(Attached):
@@ -52,7 +52,7 @@ def _attach(runtime: Runtime, model: nn.Module) -> None:
 
 
 def _generates(cls: type) -> bool:
-    """By the name of the base class: `generate` of another library may do anything, and may need gradients."""
+    """By the base class: `generate` of another library may do anything, and may need gradients."""
     return any(
         base.__name__ == "GenerationMixin" and base.__module__.partition(".")[0] == "transformers"
         for base in cls.__mro__
