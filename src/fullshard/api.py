@@ -211,9 +211,7 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
     With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
     """
     runtime = runtime_of(module, used=False)
-    inside = {id(p) for p in module.parameters()}
-    units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
-    with runtime.opened(units, writeback):
+    with runtime.opened(runtime.units_of(module), writeback):
         yield module
 
 

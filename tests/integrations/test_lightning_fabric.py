@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard as fs
+import fullshard.lightning
 import ranks
 from fullshard.lightning import FullShardFabricStrategy, consolidate, read_checkpoint
 from lightning_cases import Lit, Net, Seen, assert_same_run, batches, place, whole_weights
@@ -269,3 +270,24 @@ def test_lightning_module_in_fabric_and_the_other_package_give_the_same_losses()
         expected.append(loss.item())
     found = ranks.run(_lightning_module, 2, timeout_s=120)
     torch.testing.assert_close([sum(p) / 2 for p in zip(*found, strict=True)], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_turning_off_puts_back_lightnings_readers_and_removes_the_name_of_the_strategy() -> None:
+    from lightning.fabric.plugins.io import torch_io
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.utilities.cloud_io import _load
+    from lightning.pytorch.core import saving
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    registries: tuple[Any, ...] = (STRATEGY_REGISTRY, StrategyRegistry)
+    fullshard.lightning.turn_off()
+    try:
+        assert torch_io.pl_load is _load
+        assert saving.pl_load is _load
+        assert not any("fullshard" in registry for registry in registries)
+        fullshard.lightning.turn_off()
+    finally:
+        fullshard.lightning.turn_on()
+    assert torch_io.pl_load is not _load
+    assert saving.pl_load is not _load
+    assert all("fullshard" in registry for registry in registries)

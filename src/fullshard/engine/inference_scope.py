@@ -20,8 +20,7 @@ from fullshard.errors import OptionError
 def inferring(runtime: Runtime, module: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
     """No gradients, units kept full, ranks independent of each other."""
     runtime.gathering.forget_interrupted()
-    inside = {id(p) for p in module.parameters()}
-    among = {u.index for u in runtime.units if any(id(p) in inside for x in u.lanes for p in x.parameters)}
+    among = {unit.index for unit in runtime.units_of(module)}
     runtime.forget_failed_backward()
     with (
         torch.no_grad(),

@@ -163,6 +163,17 @@ class Runtime:
                 self.comm.check_agreement()
         return output
 
+    # ---- for integrations
+
+    def units_of(self, module: nn.Module) -> list[LiveUnit]:
+        """Units that hold parameters of `module`."""
+        inside = {id(p) for p in module.parameters()}
+        return [u for u in self.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
+
+    def unit_of(self, module: nn.Module) -> LiveUnit | None:
+        """The unit whose forward is this module's."""
+        return next((unit for unit in self.units if module in unit.modules), None)
+
     def set_policy(self, unit: LiveUnit, policy: UnitPolicy) -> None:
         """Replace a unit's policy between steps; the same on all ranks."""
         unit.policy = policy

@@ -120,10 +120,10 @@ def _compile(accelerator: Any, model: nn.Module) -> None:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO":
         return
-    units = runtime_of(model).units
-    for unit in units[1:] or units:
-        for module in unit.modules:
-            module.compile(**plugin.to_kwargs())
+    runtime = runtime_of(model)
+    blocks = [module for module in model.modules() if runtime.unit_of(module) not in (None, runtime.root)]
+    for module in blocks or [model]:
+        module.compile(**plugin.to_kwargs())
 
 
 def torch_optimizer(optimizer: Any) -> Any:

@@ -62,14 +62,14 @@ def unsharded_state(model: nn.Module, keep: bool, is_saved: IsSaved | None = Non
     runtime = runtime_of(model)
     names = [name for name in model.state_dict() if is_saved is None or is_saved(name)]
     state: dict[str, Any] = {}
-    for unit in runtime.units:
+    for unit in runtime.units_of(model):
         if is_saved is not None and not any(is_saved(p.name) for x in unit.lanes for p in x.layout.pieces):
             continue
         with runtime.opened([unit], writeback=False):
             if keep:
                 _add_copies(model, state, is_saved)
-    if keep and not runtime.units[0].lanes:
-        _add_copies(model, state, is_saved)  # buffers alone
+    if keep:
+        _add_copies(model, state, is_saved)  # buffers, where no unit was unsharded
     return {name: state[name] for name in names if name in state}
 
 
