@@ -176,7 +176,7 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
         assert found["full evaluation"].startswith("NotSupported")
         assert "bf16_full_eval" in found["full evaluation"]
         assert "'transformer_layer_class_to_wrap', which transformers does not read" in found["unread key"]
-        assert "Say 'cpu_offload'" in found["offload in other words"]
+        assert "Give 'cpu_offload'" in found["offload in other words"]
         assert "fsdp is 'shard_grad_op', and fsdp_config has" in found["two strategies"]
         assert "'sharding_strategy', which transformers does not read" in found["another strategy"]
         assert "both 'min_num_params' and 'transformer_layer_cls_to_wrap'" in found["two policies"]

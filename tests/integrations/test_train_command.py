@@ -149,7 +149,7 @@ def test_signal_saves_and_says_how_to_go_on(long_run: Path) -> None:
     done = steps_done(run)
     assert cut_short(run) == done < LONG
     assert f"Stopped by SIGINT after step {done} of {LONG}" in said
-    assert f"To go on: fullshard train {long_run} --ranks 2 --set checkpoints.every=100000" in said
+    assert f"To resume: fullshard train {long_run} --ranks 2 --set checkpoints.every=100000" in said
     assert "Traceback" not in said
     assert (run / "report.html").is_file()
 
@@ -190,7 +190,8 @@ def test_error_that_is_shown_is_the_one_that_explains_the_others(
     crash = {"traceback": "Traceback (most recent call last):\nKeyError: 'x'\n", "stalled": False}
     assert _failed_as(tmp_path, {0: stalled, 1: ours}, {0: 1, 1: 1}).what == "a disk is full"
     assert (
-        _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -9}).what == "rank 1 was ended by SIGKILL without a word"
+        _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -9}).what
+        == "rank 1 was ended by SIGKILL without an error message"
     )
     assert _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -15}).what == "rank 1 does not answer"
     assert "ended by SIGKILL" in _failed_as(tmp_path, {0: crash}, {0: 1, 1: -9}).what
@@ -205,7 +206,7 @@ from fullshard.training.display import Display
 display = Display(3, quiet=False)
 display.sample("caf\\u00e9 \\u65e5\\u672c")
 for _ in range(20000):
-    display.say("a line")
+    display.show("a line")
 open({done!r}, "w").close()
 """
 

@@ -140,8 +140,8 @@ def test_model_that_its_init_alone_gives_values_is_built_on_the_host_and_the_run
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert runs.losses(first_gpt / "run") == pytest.approx([loss.item()], rel=2e-5)
     notes = json.loads((first_gpt / "run" / "summary.json").read_text())["notes"]
-    assert any("cannot be built a unit at a time" in note for note in notes), notes
-    assert "cannot be built a unit at a time" in (first_gpt / "run" / "report.html").read_text()
+    assert any("cannot be built unit by unit" in note for note in notes), notes
+    assert "cannot be built unit by unit" in (first_gpt / "run" / "report.html").read_text()
 
 
 def test_texts_too_short_for_their_validation_share_are_said_in_the_report(first_gpt: Path) -> None:

@@ -66,9 +66,9 @@ class GPTConfig:
         """The shape of the GPT in a folder that fs.save, and so `fullshard train`, wrote."""
         path = Path(folder) / FILE
         try:
-            said = json.loads(path.read_text())
+            config = json.loads(path.read_text())
             known = {field.name for field in fields(GPTConfig)}
-            return GPTConfig(**{name: value for name, value in said.items() if name in known})
+            return GPTConfig(**{name: value for name, value in config.items() if name in known})
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{str(path)!r} does not say the shape of a GPT: {error}",

@@ -148,10 +148,10 @@ def _of_config(settings: Settings) -> Any:
 
 def _read_config(transformers: Any, file: Path) -> Any:
     try:
-        said = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise OptionError(f"{str(file)!r} cannot be read as JSON: {error}", "Mend it.") from None
-    kind = said.get("model_type") if isinstance(said, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise OptionError(
             f"{str(file)!r} is of an unknown architecture: model_type is {kind!r}",

@@ -60,8 +60,8 @@ def row_of(files: Sequence[Path], fields: Fields, tokenizer: Tokenizer, cache: P
 
 def read(folder: Path) -> Row:
     """A row that was made earlier."""
-    said = json.loads((folder / _INFO).read_text())
-    return Row(folder, folder.name, said["num_tokens"], said["num_documents"], said["dtype"], said["masked"])
+    info = json.loads((folder / _INFO).read_text())
+    return Row(folder, folder.name, info["num_tokens"], info["num_documents"], info["dtype"], info["masked"])
 
 
 def _key(files: Sequence[Path], fields: Fields, tokenizer: Tokenizer) -> str:
