@@ -96,13 +96,13 @@ class RunFolder:
                 old_value = "not given" if was is missing else repr(was)
                 new_value = "not given" if is_now is missing else repr(is_now)
                 raise OptionError(
-                    f"{str(self.path)!r} holds a run whose {key!r} is {old_value}, and now it is {new_value}; "
-                    "nothing was changed",
-                    "Put it back to go on, or name another output to begin anew.",
+                    f"{str(self.path)!r} holds a run whose {key!r} is {old_value}, and now it is "
+                    f"{new_value}; nothing was changed",
+                    "Put it back to resume the run, or name another output to start a new one.",
                 )
 
     def newest(self) -> Path | None:
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         return latest(self.checkpoints)
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
