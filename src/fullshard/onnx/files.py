@@ -56,7 +56,7 @@ def export(
     check: run the file with onnxruntime, and raise if its results differ from the model's.
 
     A sharded model is unsharded on every rank for a moment, and on the first rank until the file is written,
-    in the dtypes at rest. A file appears only if everything succeeded, and an existing file is never overwritten.
+    in the dtypes at rest. A file appears only if everything succeeded; existing files are never overwritten.
     Weights of more than 1.5 GiB are in a second file, FILE.data. Returns lines that describe the file.
     """
     model = model_of(model)

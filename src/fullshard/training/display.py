@@ -44,7 +44,7 @@ class Display:
         self._shown_steps = 0
 
     def _reader_left(self) -> None:
-        """`fullshard train ... | head` has seen enough; the run goes on."""
+        """Continue the run when a reader such as `| head` has closed the pipe."""
         self.console.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,6 +1,6 @@
 """The folder of a run.
 
-run.json         what must not change while the run goes on
+run.json         what must not change when the run is resumed
 config.json      the complete config, as last used
 metrics.jsonl    one line a step: loss, learning rate, gradient norm, tokens/s, memory of each rank
 summary.json     how the run stands: plan, memory at rest, sample, versions

@@ -71,7 +71,7 @@ class GPTConfig:
             return GPTConfig(**{name: value for name, value in config.items() if name in known})
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{str(path)!r} does not say the shape of a GPT: {error}",
+                f"{str(path)!r} does not hold the shape of a GPT: {error}",
                 "Give a folder that fs.save or `fullshard train` wrote of a built-in GPT.",
             ) from error
 
@@ -203,7 +203,7 @@ class Initialiser:
 
 
 def initialise(model: GPT, seed: int = 0) -> None:
-    """Give a whole GPT its first values."""
+    """Initialise an unsharded GPT."""
     fill = Initialiser(model, seed)
     for module in model.modules():
         fill(module)

@@ -37,7 +37,7 @@ from fullshard.training.tokens import IGNORED, Sequences
 
 
 class Watcher:
-    """Called on rank 0 while a run goes on. This one does nothing, for the other ranks."""
+    """Called on rank 0 during a run. This one does nothing, for the other ranks."""
 
     def step(self, line: dict[str, Any], shown: bool) -> None:
         """The figures of one step; `shown` for the last of several."""
