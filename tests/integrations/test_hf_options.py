@@ -18,7 +18,7 @@ import ranks
 from fullshard.patches import Patches
 
 
-def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **said: Any) -> Any:
+def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **more: Any) -> Any:
     """A model prepared under these settings of the plugin, or the error by which they are refused.
 
     `launched` is what `accelerate launch` would have set.
@@ -30,7 +30,7 @@ def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **
     hf_runs.forget()
     os.environ.update(launched or {})
     try:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin), **said)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin), **more)
         torch.manual_seed(0)
         model = Net()
         model.blocks[0].register_buffer("table", torch.ones(2))

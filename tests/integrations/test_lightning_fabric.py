@@ -191,11 +191,13 @@ def test_fabric_saves_loads_gathers_and_marks_on_shards(tmp_path: Path) -> None:
     ):
         losses = [sum(pair) / 2 for pair in zip(*(run[name].losses for run in found), strict=True)]
         torch.testing.assert_close(losses, reference.losses, rtol=1e-5, atol=1e-6)
-    whole = read_checkpoint(tmp_path / "saved")
-    assert whole["step"] == 3
+    unsharded = read_checkpoint(tmp_path / "saved")
+    assert unsharded["step"] == 3
     plain = torch.load(tmp_path / "plain.ckpt")
-    assert whole["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
-    torch.testing.assert_close(whole["optimizer"]["state"], plain["optimizer"]["state"], rtol=1e-4, atol=1e-6)
+    assert unsharded["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
+    torch.testing.assert_close(
+        unsharded["optimizer"]["state"], plain["optimizer"]["state"], rtol=1e-4, atol=1e-6
+    )
     consolidate(tmp_path / "saved", tmp_path / "one.ckpt")
     fresh = Scaled()
     fresh.load_state_dict(torch.load(tmp_path / "one.ckpt")["model"])
@@ -259,11 +261,11 @@ def test_lightning_module_in_fabric_and_the_other_package_give_the_same_losses()
         torch.testing.assert_close(
             [sum(p) / 2 for p in zip(*losses, strict=True)], plain, rtol=1e-5, atol=1e-6
         )
-    whole = Lit()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02, eps=1e-4)
+    unsharded = Lit()
+    optimizer = torch.optim.AdamW(unsharded.parameters(), lr=0.02, eps=1e-4)
     expected = []
     for batch in batches(0, 1):
-        loss = whole.loss(batch)
+        loss = unsharded.loss(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

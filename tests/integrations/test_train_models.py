@@ -105,8 +105,8 @@ def test_model_without_a_longest_sequence_takes_one_of_any_length(tmp_path: Path
     sizes = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 257}
     (tmp_path / "net.json").write_text(json.dumps({"model_type": "xlnet", **sizes}))
     runs.write_texts(tmp_path / "texts", num_words=60)
-    said = settings.load(runs.write_config(tmp_path, model={"config": "net.json"}))
-    assert models.build(said, 257).context is None, "XLNet says -1"
+    loaded = settings.load(runs.write_config(tmp_path, model={"config": "net.json"}))
+    assert models.build(loaded, 257).context is None, "XLNet says -1"
 
 
 @pytest.fixture(scope="module")
