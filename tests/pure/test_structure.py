@@ -152,7 +152,8 @@ def test_import_needs_torch_alone() -> None:
         "import sys, fullshard; "
         "extra = {'transformers', 'accelerate', 'lightning', 'peft', 'rich', 'typer', 'yaml', "
         "'onnx', 'matplotlib', 'hypothesis', 'pytest'} & set(sys.modules); "
-        "extra |= {name for name in sys.modules if name.startswith('fullshard.tools.simulation')}; "
+        "unwanted = ('fullshard.tools.simulation', 'fullshard.hugging_face'); "
+        "extra |= {name for name in sys.modules if name.startswith(unwanted)}; "
         "assert not extra, extra"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
