@@ -178,7 +178,7 @@ class Initialiser:
     """First values of a GPT, module by module, in any order.
 
     Every parameter's numbers come from the seed and its own name. So they are the same whether the model is
-    built whole or, by `fs.shard(model, materialize=Initialiser(model, seed))`, unit by unit.
+    built on the host or, by `fs.shard(model, materialize=Initialiser(model, seed))`, unit by unit.
     """
 
     def __init__(self, model: GPT, seed: int) -> None:

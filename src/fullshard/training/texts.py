@@ -36,8 +36,8 @@ class Piece:
 def find_files(named: Sequence[Path], key: str, output: Path | None = None) -> list[Path]:
     """The files that `data.train` or `data.validation` names, each once, in the order of their names.
 
-    What a folder or a glob has below `output` is left out: the run's own metrics and model lie there, and
-    with them the texts would be others when it goes on.
+    Files below `output` are left out: the run writes its own metrics and model there, and with them the texts
+    would differ when it is resumed.
     """
     paths: dict[Path, None] = {}
     for path in named:
