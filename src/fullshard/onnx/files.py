@@ -181,7 +181,7 @@ def _folder(path: Path) -> Path:
         newest = commit.latest(path)
         hint = "" if newest is None else f"; the newest is {str(newest)!r}"
         raise CheckpointError(
-            f"{str(path)!r} contains checkpoints and is not one itself", f"Name one of them{hint}."
+            f"{str(path)!r} holds checkpoints and is not one itself", f"Name one of them{hint}."
         )
     if subject.kind == "unfinished":
         raise CheckpointError(f"{str(path)!r} is a save that was not finished", "Name a complete one.")
