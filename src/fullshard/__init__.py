@@ -4,6 +4,7 @@ import fullshard as fs
 model = fs.shard(model)
 """
 
+from fullshard import model_libraries
 from fullshard.api import accumulate, even_batches, full, inference, plan, shard
 from fullshard.checkpoint.commit import latest
 from fullshard.checkpoint.load import load
@@ -28,3 +29,5 @@ __all__ = [
     "save",
     "shard",
 ]
+
+model_libraries.register()

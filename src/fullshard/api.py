@@ -16,8 +16,8 @@ from fullshard import environment
 from fullshard.build import build
 from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
-from fullshard.engine.generation import inferring
 from fullshard.engine.inference import Kept
+from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
 from fullshard.options import TABLE, Options, parse
@@ -193,9 +193,7 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
     With `writeback`, edits are kept; where the ranks' edits differ, the first rank's values are used.
     """
     runtime = runtime_of(module, used=False)
-    inside = {id(p) for p in module.parameters()}
-    units = [u for u in runtime.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
-    with runtime.opened(units, writeback):
+    with runtime.opened(runtime.units_of(module), writeback):
         yield module
 
 

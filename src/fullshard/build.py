@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import integrations
 from fullshard.comm.groups import Comm, as_bytes
-from fullshard.engine import generation, hooks, optimizers
+from fullshard.engine import hooks, optimizers
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
@@ -29,11 +30,7 @@ from fullshard.state.copying import duplicate
 from fullshard.state.materialize import Materializer
 from fullshard.state.optimizer_state import show_state_shards
 from fullshard.state.state_dict import attach_state
-from fullshard.state.value_sources import (
-    GivenFunction,
-    ModuleInitializers,
-    initializer_of_enclosing_model,
-)
+from fullshard.state.value_sources import GivenFunction, ModuleInitializers
 
 Planned = list[tuple[LanePlan, list[Member]]]
 
@@ -79,7 +76,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     sharded = set(map(id, runtime.parameters))
     runtime.ignored = [p for p in model.parameters() if id(p) not in sharded]
     hooks.attach(runtime, model)
-    generation.attach(runtime, model)
+    integrations.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
@@ -90,7 +87,7 @@ def _value_source(model: nn.Module, options: Options) -> ValueSource:
         return options.integration.values
     if options.materialize is not None:
         return GivenFunction(options.materialize)
-    return ModuleInitializers(model, (initializer_of_enclosing_model,))
+    return ModuleInitializers(model, (integrations.initializer_of,))
 
 
 def _fill(unit: Unit, materializer: Materializer, comm: Comm) -> None:

@@ -31,6 +31,15 @@ def need(library: str, extra: str) -> Any:
         ) from None
 
 
+def is_tested(library: str) -> bool:
+    """Whether the installed version of `library` is one that the tests run with, or none is installed."""
+    try:
+        refuse_untried(library)
+    except MissingExtra:
+        return False
+    return True
+
+
 def refuse_untried(library: str) -> None:
     """Refuse other versions than tested ones of a library whose internals we use."""
     try:

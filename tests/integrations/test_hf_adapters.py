@@ -24,20 +24,20 @@ def _lora() -> Any:
     return LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
-def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str, Any]:
+def _adapted(folder: str, options: dict[str, Any], resume: Any = None) -> dict[str, Any]:
     from peft import PeftModel, get_peft_model
     from safetensors import safe_open
 
     from fullshard.errors import FullshardError
 
     hf_runs.forget()
-    made = hf_runs.trainer(folder, copy.deepcopy(said), get_peft_model(hf_runs.causal_lm(), _lora()))
+    made = hf_runs.trainer(folder, copy.deepcopy(options), get_peft_model(hf_runs.causal_lm(), _lora()))
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{folder}/final")
     with torch.no_grad():
         logits = made.model.eval()(input_ids=IDS).logits
     found = {"steps": hf_runs.steps(made), "logits": logits}
-    if "fsdp" not in said:
+    if "fsdp" not in options:
         return found | {"counts": made.model.get_nb_trainable_parameters()}
     made.accelerator.wait_for_everyone()
     with torch.no_grad():
@@ -74,8 +74,8 @@ def _adapted(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str,
 def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path: Path) -> None:
     (plain,) = ranks.run(_adapted, 1, str(tmp_path / "one"), SAVING, timeout_s=240)
     for name, config in {"2": {}, "1": {"version": 1}}.items():
-        said, folder = ZERO3 | {"fsdp_config": config} | SAVING, tmp_path / name
-        for found in ranks.run(_adapted, 2, str(folder), said, timeout_s=240):
+        options, folder = ZERO3 | {"fsdp_config": config} | SAVING, tmp_path / name
+        for found in ranks.run(_adapted, 2, str(folder), options, timeout_s=240):
             hf_runs.compare(found["steps"], plain["steps"])
             assert found["loaded"]
             assert torch.allclose(found["logits"], plain["logits"], atol=1e-5)
@@ -87,19 +87,19 @@ def test_adapter_trains_as_in_one_process_and_is_saved_without_its_base(tmp_path
             assert found["counts"] == plain["counts"]
             assert found["merging"].startswith("NotSupported")
             assert found["adding"].startswith("NotSupported: rank")
-    resumed = ranks.run(_adapted, 2, str(folder), said, str(folder / "checkpoint-2"), timeout_s=240)
+    resumed = ranks.run(_adapted, 2, str(folder), options, str(folder / "checkpoint-2"), timeout_s=240)
     assert resumed[0]["steps"] == found["steps"]
     assert torch.equal(resumed[0]["logits"], found["logits"])
 
 
-def _prompted(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+def _prompted(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from peft import PromptTuningConfig, get_peft_model
     from safetensors.torch import load_file
 
     hf_runs.forget()
     model = hf_runs.causal_lm()
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    made = hf_runs.trainer(folder, copy.deepcopy(said), get_peft_model(model, adapter))
+    made = hf_runs.trainer(folder, copy.deepcopy(options), get_peft_model(model, adapter))
     made.train()
     made.save_model(f"{folder}/final")
     made.accelerator.wait_for_everyone()
@@ -173,7 +173,7 @@ def _tokenizer() -> Any:
     )
 
 
-def _fine_tuned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+def _fine_tuned(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PrinterCallback
     from trl import SFTConfig, SFTTrainer
@@ -182,8 +182,8 @@ def _fine_tuned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
     count = int(os.environ["WORLD_SIZE"])
     if count == 1:
         hf_runs.alone()
-    with_lora = said.pop("lora", False)
-    plain = hf_runs.arguments(folder, count, **said)
+    with_lora = options.pop("lora", False)
+    plain = hf_runs.arguments(folder, count, **options)
     keys = (
         "output_dir",
         "per_device_train_batch_size",
@@ -194,7 +194,7 @@ def _fine_tuned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
     )
     keys += ("adam_epsilon", "save_strategy", "report_to", "disable_tqdm")
     hf_runs.forget()
-    config = SFTConfig(**{key: getattr(plain, key) for key in keys}, max_length=16, **said)
+    config = SFTConfig(**{key: getattr(plain, key) for key in keys}, max_length=16, **options)
     texts = [
         " ".join(f"w{int(i) % 40}" for i in row["input_ids"][: 3 + n % 6])
         for n, row in enumerate(hf_runs.samples())
@@ -224,7 +224,7 @@ WIDE = {"bf16": False}  # trl computes in bf16, and recomputes activations, unle
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         WIDE | {"lora": True, "gradient_accumulation_steps": 2},
         pytest.param(WIDE, marks=pytest.mark.long),
@@ -232,16 +232,16 @@ WIDE = {"bf16": False}  # trl computes in bf16, and recomputes activations, unle
     ],
     ids=["adapter", "whole", "bf16"],
 )
-def test_sft_trainer_takes_the_steps_of_one_process(tmp_path: Path, said: dict[str, Any]) -> None:
-    (plain,) = ranks.run(_fine_tuned, 1, str(tmp_path / "one"), dict(said), timeout_s=240)
-    for found in ranks.run(_fine_tuned, 2, str(tmp_path / "two"), ZERO3 | said, timeout_s=240):
+def test_sft_trainer_takes_the_steps_of_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
+    (plain,) = ranks.run(_fine_tuned, 1, str(tmp_path / "one"), dict(options), timeout_s=240)
+    for found in ranks.run(_fine_tuned, 2, str(tmp_path / "two"), ZERO3 | options, timeout_s=240):
         assert found["sharded"]
-        hf_runs.compare(found["steps"], plain["steps"], 2e-5 if said else 5e-3)
+        hf_runs.compare(found["steps"], plain["steps"], 2e-5 if options else 5e-3)
         assert found.get("loaded", True)
-        assert ("adapter_model.safetensors" in found["files"]) == ("lora" in said)
+        assert ("adapter_model.safetensors" in found["files"]) == ("lora" in options)
 
 
-def _aligned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+def _aligned(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """trl's trainers that hold a second model (DPO) and that generate as they train (GRPO)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PrinterCallback
@@ -272,7 +272,7 @@ def _aligned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
         plain |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False}
         made = trainer(
             model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
-            args=config(**plain, **more, **said),
+            args=config(**plain, **more, **options),
             train_dataset=Dataset.from_list(
                 rows if kind == "dpo" else [{"prompt": r["prompt"]} for r in rows]
             ),
@@ -281,7 +281,7 @@ def _aligned(folder: str, said: dict[str, Any]) -> dict[str, Any]:
         )
         made.remove_callback(PrinterCallback)
         made.train()
-        assert ("_fullshard" in made.model.__dict__) == ("fsdp" in said)
+        assert ("_fullshard" in made.model.__dict__) == ("fsdp" in options)
         found[kind] = hf_runs.steps(made)
     return found
 

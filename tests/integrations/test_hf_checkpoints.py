@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import hf_runs
@@ -19,13 +20,13 @@ SHARDED = FULL | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "batch": 6}
 
 
-def _train(folder: str, said: dict[str, Any], resume: Any = None, **more: Any) -> dict[str, Any]:
+def _train(folder: str, options: dict[str, Any], resume: Any = None, **more: Any) -> dict[str, Any]:
     """One training, perhaps resumed; logits of what it ends with, and of what from_pretrained makes of it."""
     from transformers import AutoModelForCausalLM
 
     hf_runs.forget()
     model = hf_runs.causal_lm(attention_dropout=0.1)  # random numbers must go on too
-    made = hf_runs.trainer(folder, copy.deepcopy(said), model, **more)
+    made = hf_runs.trainer(folder, copy.deepcopy(options), model, **more)
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{folder}/final")
     made.accelerator.wait_for_everyone()
@@ -46,20 +47,20 @@ def _train(folder: str, said: dict[str, Any], resume: Any = None, **more: Any) -
 
 
 @pytest.mark.parametrize(
-    "said", [pytest.param(FULL, marks=pytest.mark.long), SHARDED], ids=["full", "sharded"]
+    "options", [pytest.param(FULL, marks=pytest.mark.long), SHARDED], ids=["full", "sharded"]
 )
-def test_resumed_training_goes_on_with_the_very_same_numbers(tmp_path: Path, said: dict[str, Any]) -> None:
-    whole = ranks.run(_train, 2, str(tmp_path), said | SAVING, timeout_s=240)[0]
-    assert whole["difference"] == 0.0
+def test_resumed_training_goes_on_with_the_very_same_numbers(tmp_path: Path, options: dict[str, Any]) -> None:
+    uninterrupted = ranks.run(_train, 2, str(tmp_path), options | SAVING, timeout_s=240)[0]
+    assert uninterrupted["difference"] == 0.0
     for step in (2, 4, 6):
         folder = tmp_path / f"checkpoint-{step}"
         assert (folder / "pytorch_model_fsdp_0" / "fullshard.json").is_file()
         assert {"config.json", "model.safetensors", "trainer_state.json"} <= set(os.listdir(folder))
-    again = ranks.run(_train, 2, str(tmp_path), said | SAVING, str(tmp_path / "checkpoint-2"), timeout_s=240)[
-        0
-    ]
-    assert again["steps"] == whole["steps"]
-    assert torch.equal(again["logits"], whole["logits"])
+    again = ranks.run(
+        _train, 2, str(tmp_path), options | SAVING, str(tmp_path / "checkpoint-2"), timeout_s=240
+    )[0]
+    assert again["steps"] == uninterrupted["steps"]
+    assert torch.equal(again["logits"], uninterrupted["logits"])
 
 
 def _logits(folder: Path) -> torch.Tensor:
@@ -73,18 +74,18 @@ def _logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_another_number_of_ranks_goes_on_from_a_checkpoint(tmp_path: Path, count: int) -> None:
-    whole = ranks.run(_without_dropout, 2, str(tmp_path), SHARDED | SAVING, timeout_s=240)[0]
+    uninterrupted = ranks.run(_without_dropout, 2, str(tmp_path), SHARDED | SAVING, timeout_s=240)[0]
     checkpoint = str(tmp_path / "checkpoint-4")
     ours = ranks.run(
         _without_dropout, count, str(tmp_path / "on"), SHARDED | SAVING, checkpoint, timeout_s=240
     )[0]
-    hf_runs.compare(ours["steps"], whole["steps"])
-    assert torch.allclose(ours["logits"], whole["logits"], atol=1e-5)
+    hf_runs.compare(ours["steps"], uninterrupted["steps"])
+    assert torch.allclose(ours["logits"], uninterrupted["logits"], atol=1e-5)
 
 
-def _without_dropout(folder: str, said: dict[str, Any], resume: Any = None) -> dict[str, Any]:
+def _without_dropout(folder: str, options: dict[str, Any], resume: Any = None) -> dict[str, Any]:
     hf_runs.forget()
-    made = hf_runs.trainer(folder, copy.deepcopy(said))
+    made = hf_runs.trainer(folder, copy.deepcopy(options))
     made.train(resume_from_checkpoint=resume)
     with torch.no_grad():
         logits = made.model.eval()(input_ids=hf_runs.samples(2, seed=9)[1]["input_ids"][None]).logits
@@ -101,9 +102,11 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize("said", [FULL, SHARDED], ids=["full", "sharded"])
-def test_best_model_is_loaded_at_the_end_and_old_checkpoints_go(tmp_path: Path, said: dict[str, Any]) -> None:
-    found = ranks.run(_train, 2, str(tmp_path), said | SAVING | BEST, timeout_s=240)
+@pytest.mark.parametrize("options", [FULL, SHARDED], ids=["full", "sharded"])
+def test_best_model_is_loaded_at_the_end_and_old_checkpoints_go(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    found = ranks.run(_train, 2, str(tmp_path), options | SAVING | BEST, timeout_s=240)
     assert all(row["best"] == str(tmp_path / "checkpoint-2") for row in found)
     assert all(torch.equal(row["logits"], _logits(tmp_path / "checkpoint-2")) for row in found)
     assert all(row["difference"] == 0.0 for row in found)
@@ -240,7 +243,7 @@ def _without_frozen(folder: str) -> dict[str, Any]:
         found["strict"] = f"{type(error).__name__}: {error}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one rank says it aloud
-        found["said"] = list(fs.load(folder, model, strict=False).notes)
+        found["options"] = list(fs.load(folder, model, strict=False).notes)
     with fs.full(model, writeback=False):
         found["head"] = torch.equal(model.lm_head.weight, hf_runs.causal_lm(tied=False).lm_head.weight)
         found["rest"] = bool((model.model.norm.weight == 3.0).all())
@@ -252,6 +255,35 @@ def test_save_without_frozen_parameters_holds_what_trains_and_passes_for_no_mode
         assert found["names"] == ["lm_head.weight"]
         assert "config.json" not in found["files"]
         assert found["strict"].startswith("CheckpointError")
-        assert "left as they were" in found["said"][0]
+        assert "left as they were" in found["options"][0]
         assert found["head"]
         assert found["rest"]
+
+
+def _two_trainers_of_one_model(folder: str) -> dict[str, float]:
+    """The first saves the model alone; the second trains it on, and saves everything to the same folder."""
+    hf_runs.forget()
+    model, other = hf_runs.causal_lm(), hf_runs.causal_lm(seed=1)
+    saving = SHARDED | {"max_steps": 1}
+    first = hf_runs.trainer(folder, copy.deepcopy(saving), model)
+    first.train()
+    first.save_model(f"{folder}/last", _internal_call=True)
+    beside = hf_runs.trainer(f"{folder}/beside", copy.deepcopy(saving | {"save_strategy": "epoch"}), other)
+    beside.train()
+    second = hf_runs.trainer(folder, copy.deepcopy(saving), model)
+    second.train()
+    second.accelerator.save_state(f"{folder}/last")
+    difference = {}
+    for name, made in (("last", second), ("beside/checkpoint-1", beside)):
+        state = made.accelerator.get_state_dict(made.model)
+        if state:
+            saved = safetensors.torch.load_file(f"{folder}/{name}/pytorch_model_fsdp_0/model.safetensors")
+            difference[name] = max(float((saved[key] - state[key]).abs().max()) for key in saved)
+    return difference
+
+
+def test_trainers_in_one_process_do_not_take_each_others_saves_for_their_own(tmp_path: Path) -> None:
+    assert ranks.run(_two_trainers_of_one_model, 2, str(tmp_path), timeout_s=240) == [
+        {"last": 0.0, "beside/checkpoint-1": 0.0},
+        {},
+    ]

@@ -15,9 +15,10 @@ from torch import nn
 
 import hf_runs
 import ranks
+from fullshard.patches import Patches
 
 
-def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **said: Any) -> Any:
+def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **more: Any) -> Any:
     """A model prepared under these settings of the plugin, or the error by which they are refused.
 
     `launched` is what `accelerate launch` would have set.
@@ -29,7 +30,7 @@ def _prepared(plugin: dict[str, Any], launched: dict[str, str] | None = None, **
     hf_runs.forget()
     os.environ.update(launched or {})
     try:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin), **said)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin), **more)
         torch.manual_seed(0)
         model = Net()
         model.blocks[0].register_buffer("table", torch.ones(2))
@@ -274,19 +275,91 @@ BEFORE = (
     "import sys, fullshard.hugging_face as door; door.turn_on(); door.turn_on(); "
     "found = {'accelerate', 'transformers', 'trl', 'peft'} & set(sys.modules); assert not found, found; "
     "import accelerate; import accelerate.utils as u; "
-    "assert u.save_fsdp_model.by_fullshard and accelerate.Accelerator.prepare.by_fullshard; "
+    "from fullshard.hugging_face.patching import PATCHES; ours = PATCHES.is_replacement; "
+    "assert ours(u.save_fsdp_model) and ours(accelerate.Accelerator.prepare); "
     "import inspect; assert 'accumulate' in inspect.getsource(accelerate.accelerator)"
 )
 AFTER = (
     "import transformers.trainer as t, accelerate; import fullshard.hugging_face; "
-    "assert t.save_fsdp_model.by_fullshard and t.get_last_checkpoint.by_fullshard; "
-    "assert t.Trainer.save_model.by_fullshard and t.TrainingArguments.__post_init__.by_fullshard; "
-    "assert accelerate.Accelerator.prepare.by_fullshard"
+    "from fullshard.hugging_face.patching import PATCHES; ours = PATCHES.is_replacement; "
+    "assert ours(t.save_fsdp_model) and ours(t.get_last_checkpoint); "
+    "assert ours(t.Trainer.save_model) and ours(t.TrainingArguments.__post_init__); "
+    "assert ours(accelerate.Accelerator.prepare)"
 )
 
 
 @pytest.mark.parametrize("code", [BEFORE, pytest.param(AFTER, marks=pytest.mark.long)], ids=["first", "last"])
 def test_turning_on_imports_no_library_and_works_before_and_after_them(code: str) -> None:
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1] / "support"
-    )
+    _python(code)
+
+
+# Every attribute of the libraries' modules, and of the classes in them.
+OBJECTS = """
+import sys, types
+def objects():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("accelerate", "transformers", "trl"):
+            for key, value in list(vars(module).items()):
+                found[name, key] = value
+                if isinstance(value, type):
+                    found |= {(name, key, inner): v for inner, v in vars(value).items()}
+    return found
+def different(before, now):
+    return {key for key in before.keys() & now.keys() if before[key] is not now[key]}
+"""
+OFF = f"""{OBJECTS}
+import accelerate, transformers.trainer, trl.models.utils
+before, finders = objects(), list(sys.meta_path)
+import fullshard.hugging_face as door
+on = different(before, objects())
+assert ("accelerate.accelerator", "Accelerator", "prepare") in on and len(on) > 20, on
+door.turn_off()
+assert not different(before, objects()), different(before, objects())
+assert sys.meta_path == finders
+door.turn_on()
+assert different(before, objects()) == on
+door.turn_off(); door.turn_off()
+assert not different(before, objects())
+"""
+OFF_AFTER_IMPORTS = f"""{OBJECTS}
+import fullshard.hugging_face as door
+import transformers.trainer, accelerate
+from fullshard.hugging_face.patching import PATCHES
+replaced = {{key for key, value in objects().items() if PATCHES.is_replacement(value)}}
+assert ("transformers.trainer", "get_last_checkpoint") in replaced, replaced
+known = {{id(objects()[key]) for key in replaced}}
+values = [objects()[key] for key in replaced]
+door.turn_off()
+left = {{key for key, value in objects().items() if id(value) in known}}
+assert not left, left
+"""
+
+
+@pytest.mark.parametrize("code", [OFF, OFF_AFTER_IMPORTS], ids=["imported before", "imported after"])
+def test_turning_off_puts_back_the_very_objects_of_the_libraries(code: str) -> None:
+    _python(code)
+
+
+def test_a_patch_that_others_patched_again_is_left_in_place_and_not_applied_twice() -> None:
+    class Library:
+        def answer(self) -> int:
+            return 1
+
+    patches = Patches()
+
+    def plus_one(original: Any) -> Any:
+        return lambda self: original(self) + 1
+
+    patches.replace(Library, "answer", plus_one)
+    ours = Library.answer
+    Library.answer = lambda self: ours(self) * 10  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="Library.answer was replaced once more"):
+        patches.undo()
+    patches.replace(Library, "answer", plus_one)
+    assert Library().answer() == 20
+
+
+def _python(code: str) -> None:
+    folder = Path(__file__).parents[1] / "support"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180, cwd=folder)

@@ -23,7 +23,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def both(tmp_path: Path, configurations: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     """The same trainings on two ranks and in one process."""
-    plain = [{k: v for k, v in said.items() if k not in ("fsdp", "fsdp_config")} for said in configurations]
+    plain = [
+        {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config")} for options in configurations
+    ]
     (alone,) = ranks.run(hf_runs.runs, 1, str(tmp_path / "one"), plain, timeout_s=240)
     first, second = ranks.run(hf_runs.runs, 2, str(tmp_path / "two"), configurations, timeout_s=240)
     assert [row["steps"] for row in first] == [row["steps"] for row in second]
@@ -32,7 +34,7 @@ def both(tmp_path: Path, configurations: list[dict[str, Any]]) -> tuple[list[Any
 
 def test_steps_equal_those_of_one_process_for_every_strategy(tmp_path: Path) -> None:
     common = {"eval_strategy": "steps", "eval_steps": 2}
-    ours, plain = both(tmp_path, [said | common for said in STRATEGIES.values()])
+    ours, plain = both(tmp_path, [options | common for options in STRATEGIES.values()])
     for strategy, mine, theirs in zip(STRATEGIES, ours, plain, strict=True):
         assert mine["strategy"] == strategy
         hf_runs.compare(mine["steps"], theirs["steps"])
@@ -98,18 +100,20 @@ def test_replicas_of_shards_take_the_steps_of_one_process(tmp_path: Path) -> Non
         hf_runs.compare(found["steps"], plain[0]["steps"])
 
 
-def _uses(folder: str, said: dict[str, Any]) -> dict[str, Any]:
+def _uses(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Evaluation before training, on 7 samples; training on 22; prediction; generation with other lengths."""
     import torch
 
     hf_runs.forget()
     data = {"train_dataset": hf_runs.samples(22), "eval_dataset": hf_runs.samples(7, seed=4)}
-    said = said | {"num_train_epochs": 1, "max_steps": -1}
-    made = hf_runs.trainer(folder, copy.deepcopy(said), **data)
+    options = options | {"num_train_epochs": 1, "max_steps": -1}
+    made = hf_runs.trainer(folder, copy.deepcopy(options), **data)
     found: dict[str, Any] = {"before": made.evaluate()["eval_loss"]}
-    if "fsdp" not in said:  # Trainer does not make a DDP of a model that it has evaluated (transformers 5.22)
+    if (
+        "fsdp" not in options
+    ):  # Trainer does not make a DDP of a model that it has evaluated (transformers 5.22)
         hf_runs.forget()
-        made = hf_runs.trainer(folder, said, **data)
+        made = hf_runs.trainer(folder, options, **data)
     made.train()
     found["steps"] = hf_runs.steps(made)
     predicted = made.predict(hf_runs.samples(5, seed=6))
@@ -145,7 +149,7 @@ def _refused(folder: str) -> dict[str, str]:
     from fullshard.errors import FullshardError
 
     found = {}
-    for what, said in {
+    for what, options in {
         "adafactor": {"optim": "adafactor"},
         "offload": {"fsdp": "full_shard offload"},
         "full evaluation": {"bf16_full_eval": True},
@@ -157,7 +161,7 @@ def _refused(folder: str) -> dict[str, str]:
     }.items():
         hf_runs.forget()
         try:
-            made = hf_runs.trainer(folder, {"fsdp": "full_shard", **said})
+            made = hf_runs.trainer(folder, {"fsdp": "full_shard", **options})
             made.evaluate() if what == "full evaluation" else made.train()
         except FullshardError as error:
             found[what] = f"{type(error).__name__}: {error}"
@@ -176,8 +180,8 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
         assert found["full evaluation"].startswith("NotSupported")
         assert "bf16_full_eval" in found["full evaluation"]
         assert "'transformer_layer_class_to_wrap', which transformers does not read" in found["unread key"]
-        assert "Say 'cpu_offload'" in found["offload in other words"]
-        assert "fsdp is 'shard_grad_op', and fsdp_config says" in found["two strategies"]
+        assert "Give 'cpu_offload'" in found["offload in other words"]
+        assert "fsdp is 'shard_grad_op', and fsdp_config has" in found["two strategies"]
         assert "'sharding_strategy', which transformers does not read" in found["another strategy"]
         assert "both 'min_num_params' and 'transformer_layer_cls_to_wrap'" in found["two policies"]
         assert found["size"] == "7"  # and not left out because no policy was named

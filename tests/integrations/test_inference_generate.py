@@ -45,10 +45,10 @@ def _build(family: str, **changes: Any) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    config, model, said = FAMILIES[family]
+    config, model, options = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return getattr(transformers, model)(getattr(transformers, config)(**(said | changes))).eval()
+        return getattr(transformers, model)(getattr(transformers, config)(**(options | changes))).eval()
 
 
 def _prompt() -> Tensor:
@@ -56,9 +56,9 @@ def _prompt() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, PROMPT[rank]), generator=torch.Generator().manual_seed(rank))
 
 
-def _generate(model: Any, rows: int = 2, **said: Any) -> Tensor:
+def _generate(model: Any, rows: int = 2, **options: Any) -> Tensor:
     torch.manual_seed(5 + my_rank())
-    found: Tensor = model.generate(_prompt()[:rows], **{"max_new_tokens": NEW[my_rank()], **said})
+    found: Tensor = model.generate(_prompt()[:rows], **{"max_new_tokens": NEW[my_rank()], **options})
     return found
 
 
@@ -142,7 +142,9 @@ def _mark_and_option() -> list[Any]:
     plain = copy.deepcopy(model)
     fs.shard(model)
     model._is_fsdp_managed_module = True
-    same = [torch.equal(_generate(model, **said), _generate(plain)) for said in ({}, {"synced_gpus": True})]
+    same = [
+        torch.equal(_generate(model, **options), _generate(plain)) for options in ({}, {"synced_gpus": True})
+    ]
     same.append(model._is_fsdp_managed_module)
     with fs.inference(model):
         if my_rank() == 0:
@@ -183,9 +185,11 @@ def _around(kind: str) -> list[bool]:
     if kind == "peft":
         import peft
 
-        said = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        options = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         torch.manual_seed(0)
-        model, plain = peft.get_peft_model(model, said), None
+        model, plain = peft.get_peft_model(model, options), None
         plain = copy.deepcopy(model)
         fs.shard(model)
         wholes = [model, plain]

@@ -250,17 +250,17 @@ def _gan(folder: Path) -> dict[str, Any]:
     first = _fit(Gan(), run, val=False)
     run.save_checkpoint(folder / "gan.ckpt")
     resumed = _fit(Gan(), trainer(sharded(), max_epochs=2), folder / "gan.ckpt", val=False)
-    whole = _fit(Gan(), trainer(sharded(), max_epochs=2), val=False)
-    return {"first": first, "resumed": resumed, "whole": whole}
+    uninterrupted = _fit(Gan(), trainer(sharded(), max_epochs=2), val=False)
+    return {"first": first, "resumed": resumed, "uninterrupted": uninterrupted}
 
 
 def test_two_optimizers_are_saved_and_resumed(tmp_path: Path) -> None:
     found = ranks.run(_gan, 2, tmp_path, timeout_s=120)
     for run in found:
-        assert run["first"].losses + run["resumed"].losses == run["whole"].losses
+        assert run["first"].losses + run["resumed"].losses == run["uninterrupted"].losses
     plain = _fit(Gan(), trainer(max_epochs=2), val=False)
     torch.testing.assert_close(
-        mean([run["whole"].losses for run in found]), plain.losses, rtol=1e-5, atol=1e-6
+        mean([run["uninterrupted"].losses for run in found]), plain.losses, rtol=1e-5, atol=1e-6
     )
     consolidate(tmp_path / "gan.ckpt", tmp_path / "plain.ckpt")
     rest = _fit(Gan(), trainer(max_epochs=2), tmp_path / "plain.ckpt", val=False)
@@ -356,9 +356,9 @@ def _first_rank_saves(folder: Path) -> str:
 
 
 def test_save_on_the_first_rank_alone_is_an_error_not_a_hang(tmp_path: Path) -> None:
-    said, _ = ranks.run(_first_rank_saves, 2, tmp_path, timeout_s=90)
-    assert said.startswith("Stalled")
-    assert "save" in said
+    error, _ = ranks.run(_first_rank_saves, 2, tmp_path, timeout_s=90)
+    assert error.startswith("Stalled")
+    assert "save" in error
     assert not (tmp_path / "alone.ckpt").exists()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard as fs
+import fullshard.lightning
 import ranks
 from fullshard.lightning import FullShardFabricStrategy, consolidate, read_checkpoint
 from lightning_cases import Lit, Net, Seen, assert_same_run, batches, place, whole_weights
@@ -190,11 +191,13 @@ def test_fabric_saves_loads_gathers_and_marks_on_shards(tmp_path: Path) -> None:
     ):
         losses = [sum(pair) / 2 for pair in zip(*(run[name].losses for run in found), strict=True)]
         torch.testing.assert_close(losses, reference.losses, rtol=1e-5, atol=1e-6)
-    whole = read_checkpoint(tmp_path / "saved")
-    assert whole["step"] == 3
+    unsharded = read_checkpoint(tmp_path / "saved")
+    assert unsharded["step"] == 3
     plain = torch.load(tmp_path / "plain.ckpt")
-    assert whole["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
-    torch.testing.assert_close(whole["optimizer"]["state"], plain["optimizer"]["state"], rtol=1e-4, atol=1e-6)
+    assert unsharded["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
+    torch.testing.assert_close(
+        unsharded["optimizer"]["state"], plain["optimizer"]["state"], rtol=1e-4, atol=1e-6
+    )
     consolidate(tmp_path / "saved", tmp_path / "one.ckpt")
     fresh = Scaled()
     fresh.load_state_dict(torch.load(tmp_path / "one.ckpt")["model"])
@@ -258,14 +261,35 @@ def test_lightning_module_in_fabric_and_the_other_package_give_the_same_losses()
         torch.testing.assert_close(
             [sum(p) / 2 for p in zip(*losses, strict=True)], plain, rtol=1e-5, atol=1e-6
         )
-    whole = Lit()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02, eps=1e-4)
+    unsharded = Lit()
+    optimizer = torch.optim.AdamW(unsharded.parameters(), lr=0.02, eps=1e-4)
     expected = []
     for batch in batches(0, 1):
-        loss = whole.loss(batch)
+        loss = unsharded.loss(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
     found = ranks.run(_lightning_module, 2, timeout_s=120)
     torch.testing.assert_close([sum(p) / 2 for p in zip(*found, strict=True)], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_turning_off_puts_back_lightnings_readers_and_removes_the_name_of_the_strategy() -> None:
+    from lightning.fabric.plugins.io import torch_io
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.utilities.cloud_io import _load
+    from lightning.pytorch.core import saving
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    registries: tuple[Any, ...] = (STRATEGY_REGISTRY, StrategyRegistry)
+    fullshard.lightning.turn_off()
+    try:
+        assert torch_io.pl_load is _load
+        assert saving.pl_load is _load
+        assert not any("fullshard" in registry for registry in registries)
+        fullshard.lightning.turn_off()
+    finally:
+        fullshard.lightning.turn_on()
+    assert torch_io.pl_load is not _load
+    assert saving.pl_load is not _load
+    assert all("fullshard" in registry for registry in registries)

@@ -212,7 +212,7 @@ def _used(folder: Path) -> dict[str, Any]:
     counter = Steps()
     fitted(Lit, FullShardStrategy(strategy="zero1"), micro=3, accumulate_grad_batches=3, callbacks=[counter])
     found["postponed"] = counter.postponed
-    # The table of layers counts whole parameters.
+    # The table of layers counts unsharded parameters.
     printed = io.StringIO()
     with redirect_stdout(printed):
         fitted(Lit, "fullshard", callbacks=[ModelSummary()], enable_model_summary=True)
@@ -239,17 +239,17 @@ def _used(folder: Path) -> dict[str, Any]:
 
 
 def test_trainer_accumulates_counts_and_tunes_on_shards(tmp_path: Path) -> None:
-    whole = sum(p.numel() for p in Lit().parameters())
+    unsharded = sum(p.numel() for p in Lit().parameters())
     found = ranks.run(_used, 2, tmp_path, timeout_s=120)
     for run in found:
         assert run["postponed"] == [True, True, False] * 4
-        assert run["counted"][:2] == (whole, whole)
-        assert run["counted"][2] == [whole - 3]
-        assert run["at rest"] < whole
+        assert run["counted"][:2] == (unsharded, unsharded)
+        assert run["counted"][2] == [unsharded - 3]
+        assert run["at rest"] < unsharded
         assert len(run["tried"]) == 8
         assert run["restored"]
         assert run["left behind"] == []
-    assert sum(run["at rest"] for run in found) == whole
+    assert sum(run["at rest"] for run in found) == unsharded
 
 
 # --- what is refused -----------------------------------------------------------------------------------

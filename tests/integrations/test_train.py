@@ -189,7 +189,7 @@ def _stopped_after(config: str, overrides: list[str], step: int) -> int:
 
 
 def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ranks(gpt_run: Path) -> None:
-    whole = runs.losses(gpt_run / "run")
+    uninterrupted = runs.losses(gpt_run / "run")
     for name, ranks_after, exact in (("stopped-2", 2, True), ("stopped-1", 1, False)):
         changes = [f"output={gpt_run / name}", "logging.tensorboard=false", "checkpoints.every=100"]
         config = str(gpt_run / "config.yaml")
@@ -202,8 +202,8 @@ def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ra
         ranks.run(runs.train, ranks_after, config, changes, timeout_s=120)
         again = runs.losses(gpt_run / name)
         assert [line["step"] for line in runs.metrics(gpt_run / name)] == list(range(1, STEPS + 1))
-        assert again == whole if exact else again[:3] == whole[:3]
-        assert_close(again, whole)
+        assert again == uninterrupted if exact else again[:3] == uninterrupted[:3]
+        assert_close(again, uninterrupted)
         notes = json.loads((gpt_run / name / "summary.json").read_text())["notes"]
         assert any("saved on 2 ranks" in note for note in notes) == (not exact), "dropout would be other"
 
@@ -215,13 +215,13 @@ def test_damaged_checkpoint_ends_a_run_with_the_folder_to_move_away(gpt_run: Pat
     data = bytearray(file.read_bytes())
     data[-9] ^= 255
     file.write_bytes(data)
-    said, _ = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
-    assert "their checksum differs" in said
-    assert f"move '{file.parent}' elsewhere" in said
+    error, _ = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
+    assert "their checksum differs" in error
+    assert f"move '{file.parent}' elsewhere" in error
 
 
 def test_dropped_out_values_go_on_where_they_were(gpt_run: Path) -> None:
-    said = {
+    config = {
         "model_type": "gpt2",
         "n_layer": 2,
         "n_head": 2,
@@ -229,7 +229,7 @@ def test_dropped_out_values_go_on_where_they_were(gpt_run: Path) -> None:
         "vocab_size": 257,
         "n_positions": 32,
     }
-    (gpt_run / "gpt2.json").write_text(json.dumps(said | {"resid_pdrop": 0.3, "attn_pdrop": 0.3}))
+    (gpt_run / "gpt2.json").write_text(json.dumps(config | {"resid_pdrop": 0.3, "attn_pdrop": 0.3}))
     found = []
     for name in ("dropout", "dropout-stopped"):
         changes = [f"output={gpt_run / name}", "logging.tensorboard=false", "checkpoints.every=100"]
@@ -403,15 +403,15 @@ def test_config_json_alone_is_trained_from_scratch_the_same_on_one_and_two_ranks
         found.append(runs.losses(output))
     assert_close(found[0], found[1])
     assert found[0][0] != runs.losses(llama_run / "run")[0], "these are the weights of the folder"
-    said = json.loads((llama_run / "scratch-2" / "model" / "config.json").read_text())
-    assert said["dtype"] == "bfloat16"
+    config = json.loads((llama_run / "scratch-2" / "model" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
 
 
 def test_weights_of_another_model_are_refused_by_name_and_by_one_rank(llama_run: Path, gpt_run: Path) -> None:
     changes = [f"output={gpt_run / 'other'}", f"model.weights={llama_run / 'run' / 'model'}"]
-    said, other = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
-    assert said.startswith("CheckpointError"), said
-    assert "blocks.0" in said or "token.weight" in said, said
+    error, other = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
+    assert error.startswith("CheckpointError"), error
+    assert "blocks.0" in error or "token.weight" in error, error
     assert other == "exit code 2", "one rank speaks for all"
 
 

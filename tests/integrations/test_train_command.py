@@ -144,13 +144,13 @@ def test_signal_saves_and_says_how_to_go_on(long_run: Path) -> None:
     with started(long_run, "--ranks", "2", *changes) as process:
         wait_for(lambda: steps_done(run) >= 3, process)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, output
     done = steps_done(run)
     assert cut_short(run) == done < LONG
-    assert f"Stopped by SIGINT after step {done} of {LONG}" in said
-    assert f"To go on: fullshard train {long_run} --ranks 2 --set checkpoints.every=100000" in said
-    assert "Traceback" not in said
+    assert f"Stopped by SIGINT after step {done} of {LONG}" in output
+    assert f"To resume: fullshard train {long_run} --ranks 2 --set checkpoints.every=100000" in output
+    assert "Traceback" not in output
     assert (run / "report.html").is_file()
 
 
@@ -173,8 +173,8 @@ def _failed_as(folder: Path, errors: dict[int, dict[str, object]], codes: dict[i
     """What the launcher makes of what ranks left behind."""
     private = folder / f"private-{len(list(folder.iterdir()))}"
     private.mkdir()
-    for rank, said in errors.items():
-        (private / f"error-{rank}.json").write_text(json.dumps(said))
+    for rank, error in errors.items():
+        (private / f"error-{rank}.json").write_text(json.dumps(error))
     launch = _Launch(private, 2, RunFolder(folder / "run"))
     launch._problem = SimpleNamespace(  # type: ignore[assignment]
         failures={rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
@@ -190,7 +190,8 @@ def test_error_that_is_shown_is_the_one_that_explains_the_others(
     crash = {"traceback": "Traceback (most recent call last):\nKeyError: 'x'\n", "stalled": False}
     assert _failed_as(tmp_path, {0: stalled, 1: ours}, {0: 1, 1: 1}).what == "a disk is full"
     assert (
-        _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -9}).what == "rank 1 was ended by SIGKILL without a word"
+        _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -9}).what
+        == "rank 1 was ended by SIGKILL without an error message"
     )
     assert _failed_as(tmp_path, {0: stalled}, {0: 1, 1: -15}).what == "rank 1 does not answer"
     assert "ended by SIGKILL" in _failed_as(tmp_path, {0: crash}, {0: 1, 1: -9}).what
@@ -205,7 +206,7 @@ from fullshard.training.display import Display
 display = Display(3, quiet=False)
 display.sample("caf\\u00e9 \\u65e5\\u672c")
 for _ in range(20000):
-    display.say("a line")
+    display.show("a line")
 open({done!r}, "w").close()
 """
 
@@ -233,9 +234,9 @@ def test_command_prints_the_example_and_refuses_a_wrong_key_with_exit_code_2(
     config.write_text(capsys.readouterr().out)
     assert config.read_text().strip() == EXAMPLE.strip()
     assert main(["train", str(config), "--set", "training.stepps=3"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown key 'training.stepps'" in said
-    assert "Did you mean 'steps'?" in said
+    printed = capsys.readouterr().err
+    assert "unknown key 'training.stepps'" in printed
+    assert "Did you mean 'steps'?" in printed
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
 

@@ -105,8 +105,8 @@ def test_model_without_a_longest_sequence_takes_one_of_any_length(tmp_path: Path
     sizes = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 257}
     (tmp_path / "net.json").write_text(json.dumps({"model_type": "xlnet", **sizes}))
     runs.write_texts(tmp_path / "texts", num_words=60)
-    said = settings.load(runs.write_config(tmp_path, model={"config": "net.json"}))
-    assert models.build(said, 257).context is None, "XLNet says -1"
+    loaded = settings.load(runs.write_config(tmp_path, model={"config": "net.json"}))
+    assert models.build(loaded, 257).context is None, "XLNet says -1"
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,8 @@ def test_model_that_its_init_alone_gives_values_is_built_on_the_host_and_the_run
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert runs.losses(first_gpt / "run") == pytest.approx([loss.item()], rel=2e-5)
     notes = json.loads((first_gpt / "run" / "summary.json").read_text())["notes"]
-    assert any("cannot be built a unit at a time" in note for note in notes), notes
-    assert "cannot be built a unit at a time" in (first_gpt / "run" / "report.html").read_text()
+    assert any("cannot be built unit by unit" in note for note in notes), notes
+    assert "cannot be built unit by unit" in (first_gpt / "run" / "report.html").read_text()
 
 
 def test_texts_too_short_for_their_validation_share_are_said_in_the_report(first_gpt: Path) -> None:

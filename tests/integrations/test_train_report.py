@@ -34,10 +34,10 @@ class Page(HTMLParser):
         assert not self._open, f"not closed: {self._open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        said = dict(attrs)
-        self.tags.append((tag, said))
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
         if tag not in VOID:
-            self._open.append((tag, said.get("id")))
+            self._open.append((tag, attributes.get("id")))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -92,12 +92,12 @@ def test_loss_curve_has_a_point_for_every_step_at_its_height(run: Path) -> None:
 
 def test_memory_of_the_report_is_what_ranks_of_zero3_hold(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
-    whole = summary["whole"]
+    unsharded = summary["whole"]
     # All of a 2-block GPT: its parameters, as many gradients, twice as many moments, and step counts.
-    assert whole["parameters"] == 4 * summary["parameters"] == whole["gradients"]
+    assert unsharded["parameters"] == 4 * summary["parameters"] == unsharded["gradients"]
     assert len(summary["held"]) == 2
     for held in summary["held"]:
-        assert 0.45 < held["parameters"] / whole["parameters"] < 0.65
+        assert 0.45 < held["parameters"] / unsharded["parameters"] < 0.65
         assert held["total"] == held["parameters"] + held["gradients"] + held["optimizer_state"]
     assert sum(unit["elements"] for unit in summary["units"]) == summary["parameters"]
     page = Page((run / "report.html").read_text())
@@ -110,10 +110,10 @@ def test_memory_of_the_report_is_what_ranks_of_zero3_hold(run: Path) -> None:
 def test_report_stands_alone_and_shows_texts_as_texts(run: Path) -> None:
     text = (run / "report.html").read_text()
     page = Page(text)
-    for tag, said in page.tags:
+    for tag, attributes in page.tags:
         assert tag not in ("link", "img", "iframe"), tag
-        assert "src" not in said
-        assert "href" not in said
+        assert "src" not in attributes
+        assert "href" not in attributes
     assert "http" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "&lt;b&gt;the&lt;/b&gt; &amp; " in text, "the sample is part of the page, not of its text"
     assert "prefers-color-scheme: dark" in text

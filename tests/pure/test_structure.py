@@ -18,7 +18,17 @@ from fullshard import extras
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 
-BASE = {"errors", "version", "extras", "options", "policy", "precision", "environment"}
+BASE = {
+    "errors",
+    "version",
+    "extras",
+    "options",
+    "policy",
+    "precision",
+    "environment",
+    "integrations",
+    "patches",
+}
 API = {"", "api", "build", "data"}
 # Each room and the rooms that it may import from. Inside a room the order is free.
 ARROWS: dict[str, set[str]] = {
@@ -27,10 +37,11 @@ ARROWS: dict[str, set[str]] = {
     "comm": {"base", "plan"},
     "engine": {"base", "plan", "comm"},
     "state": {"base", "plan", "comm", "engine"},
-    "api": {"base", "plan", "comm", "engine", "state", "checkpoint"},
+    "model_libraries": {"base", "engine"},
+    "api": {"base", "plan", "comm", "engine", "state", "checkpoint", "model_libraries"},
     "checkpoint": {"base", "plan", "comm", "engine", "state"},
     "torch_fsdp": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
-    "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
+    "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint", "model_libraries"},
     "lightning": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
     "onnx": {"base", "comm", "engine", "state", "api", "checkpoint"},
     "training": {"base", "plan", "comm", "engine", "api", "checkpoint"},
@@ -113,6 +124,14 @@ def test_torch_signatures_use_the_named_engine_interface_alone() -> None:
         assert not inside, f"{path.name} reads {inside}"
 
 
+def test_core_knows_no_library_and_no_simulator_by_name() -> None:
+    for name, path in FILES.items():
+        if _room(name) in ("plan", "comm", "engine", "state"):
+            text = path.read_text().replace("simulated ranks", "")  # figures are from simulated clusters
+            words = re.findall(r"transformers|peft|accelerate\b|lightning|simulat", text, re.IGNORECASE)
+            assert not words, f"{name} names {words}"
+
+
 def test_rivals_are_imported_only_to_compare_with() -> None:
     for name, path in FILES.items():
         if name != "tools.simulation.rivals":
@@ -140,7 +159,8 @@ def test_import_needs_torch_alone() -> None:
         "import sys, fullshard; "
         "extra = {'transformers', 'accelerate', 'lightning', 'peft', 'rich', 'typer', 'yaml', "
         "'onnx', 'matplotlib', 'hypothesis', 'pytest'} & set(sys.modules); "
-        "extra |= {name for name in sys.modules if name.startswith('fullshard.tools.simulation')}; "
+        "unwanted = ('fullshard.tools.simulation', 'fullshard.hugging_face'); "
+        "extra |= {name for name in sys.modules if name.startswith(unwanted)}; "
         "assert not extra, extra"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

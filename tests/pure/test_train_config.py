@@ -52,7 +52,7 @@ def _uncommented(example: str) -> str:
 
 
 def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path: Path) -> None:
-    said = yaml.safe_load(_uncommented(EXAMPLE))
+    example = yaml.safe_load(_uncommented(EXAMPLE))
     given = {"model.path", "model.config", "model.weights", "data.validation", "data.prompt"}
     given |= {"data.completion", "data.tokenizer", "data.cache", "training.time_limit_s"}
     given |= {"model.gpt.context", "model.gpt.vocabulary", "training.micro_batch_size"}
@@ -72,7 +72,7 @@ def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path:
                 default = list(field.default) if isinstance(field.default, tuple) else field.default
                 assert here[name] == (32 if dotted == "training.batch_size" else default), dotted
 
-    compare(Settings, said, "")
+    compare(Settings, example, "")
     (tmp_path / "texts").mkdir()
     (tmp_path / "c.yaml").write_text(EXAMPLE)
     assert load(tmp_path / "c.yaml").model.gpt is not None
@@ -135,16 +135,16 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "expected"), WRONG, ids=[said for _, said in WRONG])
+@pytest.mark.parametrize(("change", "expected"), WRONG, ids=[expected for _, expected in WRONG])
 def test_wrong_config_is_refused_by_key_and_nothing_is_written(
     folder: Path, change: Callable[[dict[str, Any]], Any], expected: str
 ) -> None:
     if expected == "'device' is cuda" and torch.cuda.device_count() >= 2:
         pytest.skip("there are GPUs here")
     config = runs.write_config(folder)
-    said = yaml.safe_load(config.read_text())
-    change(said)
-    config.write_text(yaml.safe_dump(said))
+    values = yaml.safe_load(config.read_text())
+    change(values)
+    config.write_text(yaml.safe_dump(values))
     assert expected in refusal(config)
     assert not (folder / "run" / "run.json").exists()
 
@@ -224,13 +224,13 @@ def test_data_without_text_or_too_short_is_refused(folder: Path) -> None:
 
 
 def test_model_of_an_unknown_architecture_is_refused_by_its_file(folder: Path) -> None:
-    for said, expected in (
+    for text, expected in (
         ('{"model_type": "no_such_model"}', "unknown architecture: model_type is 'no_such_model'"),
         ("{}", "model_type is None"),
         ("{", "cannot be read as JSON"),
         ('{"model_type": "vit"}', "does not know as a causal language model"),
     ):
-        (folder / "config.json").write_text(said)
+        (folder / "config.json").write_text(text)
         message = refusal(runs.write_config(folder, model={"config": "config.json"}))
         assert expected in message
         assert str(folder / "config.json") in message
@@ -294,9 +294,9 @@ def test_ids_with_gaps_are_below_the_size_of_their_tokenizer(folder: Path) -> No
 
     runs.write_tokenizer(folder / "words", sorted((folder / "texts").iterdir()))
     file = folder / "words" / "tokenizer.json"
-    said = json.loads(file.read_text())
-    said["model"]["vocab"]["rank"] = 70000
-    file.write_text(json.dumps(said))
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["rank"] = 70000
+    file.write_text(json.dumps(tokenizer))
     tokenizer = HuggingFace(folder / "words", "data.tokenizer")
     assert tokenizer.size == 70001
     tokens, _ = row_of([folder / "texts" / "a.txt"], PLAIN, tokenizer, folder / "cache").open()
@@ -408,14 +408,16 @@ def test_gpt_built_unit_by_unit_is_the_gpt_built_whole_and_looks_only_back(norm:
 
 
 def test_learning_rate_rises_in_a_line_and_falls_by_its_schedule() -> None:
-    said = Training(steps=12, warmup_steps=2, learning_rate=1.0, final_learning_rate=0.5, schedule="linear")
-    rates = [learning_rate(step, said) for step in range(13)]
+    training = Training(
+        steps=12, warmup_steps=2, learning_rate=1.0, final_learning_rate=0.5, schedule="linear"
+    )
+    rates = [learning_rate(step, training) for step in range(13)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[7] == pytest.approx(0.75)
     assert rates[12] == 0.5
-    constant = dataclasses.replace(said, schedule="constant")
+    constant = dataclasses.replace(training, schedule="constant")
     assert learning_rate(11, constant) == 1.0
-    assert "training.steps" in _settings.fixed_values(_with(said))
+    assert "training.steps" in _settings.fixed_values(_with(training))
     assert "training.steps" not in _settings.fixed_values(_with(constant))
 
 

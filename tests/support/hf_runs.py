@@ -33,12 +33,12 @@ def forget() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     import fullshard.hugging_face
-    from fullshard.hugging_face import own_options
+    from fullshard.hugging_face import shard_options
 
     fullshard.hugging_face.turn_on()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    own_options._said.clear()
+    shard_options._given.clear()
     for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     quiet()
@@ -83,11 +83,11 @@ def samples(count: int = 24, seed: int = 3) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def arguments(folder: Any, ranks: int, **said: Any) -> Any:
+def arguments(folder: Any, ranks: int, **options: Any) -> Any:
     """TrainingArguments for a global batch of 4, or `batch`."""
     from transformers import TrainingArguments
 
-    batch = said.pop("batch", 4)
+    batch = options.pop("batch", 4)
     base: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": batch // ranks,
@@ -102,19 +102,19 @@ def arguments(folder: Any, ranks: int, **said: Any) -> Any:
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,
     }
-    return TrainingArguments(**{**base, **said})
+    return TrainingArguments(**{**base, **options})
 
 
-def trainer(folder: Any, said: dict[str, Any], model: Any = None, **more: Any) -> Any:
+def trainer(folder: Any, options: dict[str, Any], model: Any = None, **more: Any) -> Any:
     """A Trainer on this rank. Call `forget` before the model is made, if it may read accelerate's state."""
     from transformers import PrinterCallback, Trainer
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks == 1 and "fsdp" not in said:
+    if ranks == 1 and "fsdp" not in options:
         alone()
     model = causal_lm() if model is None else model
     data = {"train_dataset": samples(), "eval_dataset": samples(8, seed=4)}
-    made = Trainer(model=model, args=arguments(folder, ranks, **said), **{**data, **more})
+    made = Trainer(model=model, args=arguments(folder, ranks, **options), **{**data, **more})
     made.remove_callback(PrinterCallback)
     return made
 
@@ -127,14 +127,14 @@ def steps(made: Any) -> list[tuple[float, float]]:
 def runs(folder: str, configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several short trainings, one after the other: their steps, and what the engine says of itself."""
     found = []
-    for said in configurations:
+    for options in configurations:
         forget()
-        made = trainer(folder, copy.deepcopy(said))  # TrainingArguments writes into its fsdp_config
+        made = trainer(folder, copy.deepcopy(options))  # TrainingArguments writes into its fsdp_config
         made.train()
         runtime = made.model.__dict__.get("_fullshard")
         row: dict[str, Any] = {"steps": steps(made), "flos": made.state.total_flos}
         row["type"] = made.accelerator.distributed_type.value
-        if "eval_strategy" in said:
+        if "eval_strategy" in options:
             row["eval"] = [r["eval_loss"] for r in made.state.log_history if "eval_loss" in r]
         if runtime is not None:
             row["strategy"] = runtime.options.strategy

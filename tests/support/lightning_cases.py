@@ -152,8 +152,8 @@ def batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """This rank's part of `count` global batches of `each` samples."""
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(each, 4, generator=generator) for _ in range(count)]
-    return [(x.chunk(ranks)[rank], x.sum(1, keepdim=True).chunk(ranks)[rank]) for x in whole]
+    global_batches = [torch.randn(each, 4, generator=generator) for _ in range(count)]
+    return [(x.chunk(ranks)[rank], x.sum(1, keepdim=True).chunk(ranks)[rank]) for x in global_batches]
 
 
 def loader(items: list[Any]) -> DataLoader[Any]:

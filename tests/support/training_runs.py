@@ -27,7 +27,7 @@ def write_texts(folder: Path, num_words: int = 900) -> list[Path]:
 
 def write_config(folder: Path, **changes: Any) -> Path:
     """A config for a run of a few steps in OUTPUT `run` beside it; a section that is given is merged in."""
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         "output": "run",
         "model": GPT_MODEL,
         "data": {"train": ["texts"], "validation_fraction": 0.1},
@@ -47,10 +47,10 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "device": "cpu",
     }
     for name, value in changes.items():
-        merges = isinstance(value, dict) and isinstance(said.get(name), dict) and name != "model"
-        said[name] = {**said[name], **value} if merges else value
+        merges = isinstance(value, dict) and isinstance(config.get(name), dict) and name != "model"
+        config[name] = {**config[name], **value} if merges else value
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(said))
+    path.write_text(yaml.safe_dump(config))
     return path
 
 

@@ -1,8 +1,8 @@
 """Where accelerate and Trainer save and load a sharded model and its optimizer.
 
-One fs.save folder holds both, under the name that they look for: `pytorch_model_fsdp_0`. It appears whole or
-not at all, any number of ranks reads it, and `from_pretrained` loads it. `state_dict_type` makes no
-difference here: no rank holds the whole model while it saves.
+One fs.save folder holds both, under the name that they look for: `pytorch_model_fsdp_0`. It appears complete
+or not at all, can be read by any number of ranks, and `from_pretrained` loads it. `state_dict_type` makes no
+difference here: no rank holds the unsharded model while it saves.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,31 +31,65 @@ from fullshard.checkpoint.save import save
 from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import CheckpointError, NotSupported
 from fullshard.hugging_face.preparing import torch_optimizer, trains
-from fullshard.hugging_face.whole_state import is_adapter
+from fullshard.hugging_face.unsharded_state import is_adapter
 
 MODEL_FOLDER = "pytorch_model_fsdp"
 _OPTIMIZER_FOLDER = "optimizer"
 _POINTER = "saved_with_the_model.json"
 
-# What was saved last of each model: folder, optimizer, optimizer steps taken.
-_last: weakref.WeakKeyDictionary[nn.Module, tuple[Path, Any, int]] = weakref.WeakKeyDictionary()
-# Saved a moment ago, before Trainer asks for it.
-saved_ahead: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
+_SAVES = "_fullshard_saves"  # on an accelerator
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model's last save: with which optimizer, and after how many optimizer steps."""
+
+    folder: Path
+    optimizer: Any
+    steps: int
+
+    def holds(self, optimizer: Any, parent: Path, steps: int) -> bool:
+        """Whether a folder in `parent` has the state of `optimizer` as it is now."""
+        return self.optimizer is optimizer and self.folder.parent == parent and self.steps == steps
+
+
+class Saves:
+    """What one accelerator has saved, so that a value which two of its calls save is written once."""
+
+    def __init__(self) -> None:
+        self.last: WeakKeyDictionary[nn.Module, SavedModel] = WeakKeyDictionary()
+        self.checkpoint: dict[Path, nn.Module] | None = None  # what one_checkpoint has written so far
+
+    @contextmanager
+    def one_checkpoint(self) -> Iterator[None]:
+        """Inside, a second save of a model to the same folder writes nothing."""
+        self.checkpoint = {}
+        try:
+            yield
+        finally:
+            self.checkpoint = None
+
+
+def saves_of(accelerator: Any) -> Saves:
+    saves: Saves = vars(accelerator).setdefault(_SAVES, Saves())
+    return saves
 
 
 def save_model(
     accelerator: Any, model: nn.Module, output_dir: str | os.PathLike[str], index: int, adapter_only: bool
 ) -> Path:
     """The model and the first optimizer that trains it. Every rank must call it."""
-    folder = Path(output_dir).absolute() / f"{MODEL_FOLDER}_{index}"
+    folder, saves = Path(output_dir).absolute() / f"{MODEL_FOLDER}_{index}", saves_of(accelerator)
+    if saves.checkpoint is not None and saves.checkpoint.get(folder) is model:
+        return folder
     optimizers = [o for o in map(torch_optimizer, accelerator._optimizers) if trains(o, model)]
     optimizer = optimizers[0] if optimizers else None
-    if saved_ahead.pop(model, None) == folder:
-        return folder
-    # The first rank may come late, from writing files of its own: wait without an alarm.
+    # The first rank may be late, because it writes files of its own: fs.save would report a stall.
     accelerator.wait_for_everyone()
     save(folder, model, optimizer, frozen=not (adapter_only and is_adapter(model)))
-    _last[model] = (folder, optimizer, runtime_of(model).steps)
+    saves.last[model] = SavedModel(folder, optimizer, runtime_of(model).steps)
+    if saves.checkpoint is not None:
+        saves.checkpoint[folder] = model
     return folder
 
 
@@ -62,19 +99,19 @@ def save_optimizer(
     folder = Path(output_dir).absolute() / f"{_OPTIMIZER_FOLDER}_{index}"
     optimizer = torch_optimizer(optimizer)
     accelerator.wait_for_everyone()
-    with_model, saved, steps = _last.get(model, (folder, None, -1))
-    if saved is not optimizer or with_model.parent != folder.parent or steps != runtime_of(model).steps:
+    saved = saves_of(accelerator).last.get(model)
+    if saved is None or not saved.holds(optimizer, folder.parent, runtime_of(model).steps):
         save(folder, model, optimizer)
     elif accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)  # Trainer looks for a folder of this name
-        (folder / _POINTER).write_text(json.dumps({"folder": with_model.name}))
+        (folder / _POINTER).write_text(json.dumps({"folder": saved.folder.name}))
     accelerator.wait_for_everyone()
 
 
 def load_model(
     accelerator: Any, model: nn.Module, input_dir: str | os.PathLike[str], index: int, adapter_only: bool
 ) -> Any:
-    """From a folder of ours, of torch's FSDP, or of Hugging Face."""
+    """From a folder that was written by fullshard, by torch's FSDP, or by Hugging Face."""
     accelerator.wait_for_everyone()
     top = Path(input_dir).absolute()
     folder = top if top.name == f"{MODEL_FOLDER}_{index}" else top / f"{MODEL_FOLDER}_{index}"
@@ -131,21 +168,21 @@ def _load(folder: Path, model: nn.Module, optimizer: Any, adapter_only: bool) ->
 
 
 def _require_adapter(folder: Path, model: nn.Module) -> None:
-    """What is not there would be left as it is, without an error: of what trains nothing may be missing."""
+    """What is missing would be left as it is, without an error: no trainable parameter may be missing."""
     source = open_checkpoint(folder, False)
     try:
-        there = set(source.model) | set(source.manifest.tied)
+        stored = set(source.model) | set(source.manifest.tied)
     finally:
         source.close()
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and canonical(n) not in there]
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and canonical(n) not in stored]
     if missing:
         raise CheckpointError(
             f"{str(folder)!r} has no {missing[0]!r} (and {len(missing) - 1} more), which the model trains",
-            "Load a checkpoint of this very adapter.",
+            "Load a checkpoint of the same adapter.",
         )
 
 
-# ---- what accelerate and Trainer call; a model that is not ours goes to the original
+# ---- replacements of accelerate's functions; for a model that is not sharded they call the original
 
 
 def _save_fsdp_model(original: Any) -> Any:
@@ -222,7 +259,7 @@ def _load_fsdp_optimizer(original: Any) -> Any:
 
 
 def _merged_weights(original: Any) -> Any:
-    """What `merge_fsdp_weights` calls. Ours are whole already: the files become one."""
+    """Called by `merge_fsdp_weights`. Our files hold unsharded tensors already: they become one file."""
 
     def merged_weights(checkpoint_dir: Any, save_path: Any, safe_serialization: bool = True) -> Path:
         folder, to = find(Path(checkpoint_dir)), Path(save_path)

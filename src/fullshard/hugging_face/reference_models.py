@@ -1,19 +1,17 @@
-"""trl's second models (references, teachers), which it shards itself: by us as well."""
+"""trl's second models (reference models, teachers), which trl would shard by itself."""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
 
-from fullshard.hugging_face.accelerators import tried
+from fullshard.hugging_face.patching import PATCHES
 from fullshard.hugging_face.preparing import shard_model
-from fullshard.hugging_face.seams import replace_function
 
 
 def apply(module: ModuleType) -> None:
-    """To trl.models.utils, when it has been imported."""
-    if tried("trl"):
-        replace_function(module, "prepare_fsdp", _prepare_fsdp)
+    """Patch trl.models.utils, once it has been imported."""
+    PATCHES.replace(module, "prepare_fsdp", _prepare_fsdp)
 
 
 def _prepare_fsdp(_: Any) -> Any:

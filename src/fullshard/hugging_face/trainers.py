@@ -1,4 +1,4 @@
-"""What transformers' Trainer does with a saved model, a checkpoint folder, and a count of parameters."""
+"""transformers' Trainer: saved models, checkpoint folders, and counts of parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 
 from fullshard.engine.runtime import is_sharded
 from fullshard.hugging_face import checkpoints
-from fullshard.hugging_face.accelerators import tried
-from fullshard.hugging_face.preparing import engaged
-from fullshard.hugging_face.seams import replace_function, replace_method
-from fullshard.hugging_face.whole_state import count, is_adapter, saved_state
+from fullshard.hugging_face.patching import PATCHES
+from fullshard.hugging_face.preparing import count, uses_fsdp
+from fullshard.hugging_face.unsharded_state import is_adapter, saved_state
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the name of a Trainer's checkpoint
 _STATE = "trainer_state.json"  # the last thing that Trainer writes into one
@@ -24,20 +23,28 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 def apply(module: ModuleType) -> None:
-    """To one of transformers' modules, when it has been imported."""
-    if not tried("transformers"):
-        return
+    """Patch one of transformers' modules, once it has been imported."""
     if module.__name__ == "transformers.trainer":
-        replace_method(module.Trainer, "save_model", _save_model)
+        PATCHES.replace(module.Trainer, "save_model", _save_model)
+        PATCHES.replace(module.Trainer, "_save_checkpoint", _save_checkpoint)
     elif module.__name__ == "transformers.trainer_utils":
-        replace_function(module, "get_last_checkpoint", _get_last_checkpoint)
+        PATCHES.replace(module, "get_last_checkpoint", _get_last_checkpoint)
     else:
-        replace_function(module, "get_model_param_count", _get_model_param_count)
+        PATCHES.replace(module, "get_model_param_count", _get_model_param_count)
+
+
+def _save_checkpoint(original: Any) -> Any:
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer saves the model twice per checkpoint: by itself, and again beside its optimizer."""
+        with checkpoints.saves_of(self.accelerator).one_checkpoint():
+            return original(self, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _save_model(original: Any) -> Any:
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not (engaged(self.accelerator) and is_sharded(self.model)):
+        if not (uses_fsdp(self.accelerator) and is_sharded(self.model)):
             original(self, output_dir, _internal_call)
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
@@ -57,14 +64,13 @@ def _save_model(original: Any) -> Any:
 def _save_sharded(trainer: Any, folder: str) -> None:
     """A checkpoint whose weights no rank gathers: written once, and linked to where Trainer puts them.
 
-    So `from_pretrained` loads the checkpoint's own folder, and also the one inside it.
+    So `from_pretrained` loads the checkpoint folder, and also the folder inside it.
     """
     saved = checkpoints.save_model(trainer.accelerator, trainer.model, folder, 0, adapter_only=True)
-    checkpoints.saved_ahead[trainer.model] = saved
     if not trainer.args.should_save:
         return
     own = {name: value for name, value in vars(trainer.model).items() if name == "save_pretrained"}
-    trainer.model.__dict__["save_pretrained"] = _write_nothing  # `_save` writes what goes beside the weights
+    trainer.model.__dict__["save_pretrained"] = _write_nothing  # `_save` then writes all but the weights
     try:
         trainer._save(folder, state_dict={})
     finally:
@@ -81,34 +87,32 @@ def _write_nothing(*_: Any, **__: Any) -> None:
 
 def _link(file: Path, target: Path) -> None:
     """The same bytes under a second name; a copy where the file system has no links."""
-    beside = target.with_name(f".{target.name}.linking")
-    beside.unlink(missing_ok=True)
+    link = target.with_name(f".{target.name}.linking")
+    link.unlink(missing_ok=True)
     try:
-        os.link(file, beside)
+        os.link(file, link)
     except OSError:
-        shutil.copyfile(file, beside)
-    beside.replace(target)
+        shutil.copyfile(file, link)
+    link.replace(target)
 
 
 def _get_last_checkpoint(original: Any) -> Any:
     def get_last_checkpoint(folder: Any) -> Any:
-        """transformers' own goes by the names alone; here a save that was interrupted does not count."""
-        found = original(folder)
+        """transformers' own looks at names alone; here a save that was interrupted does not count."""
+        newest = original(folder)
         names = [e.name for e in Path(folder).iterdir() if e.is_dir() and _CHECKPOINT.fullmatch(e.name)]
-        if found is None or not any(_is_ours(Path(folder) / name) for name in names):
-            return found
+        if newest is None or not any(_has_our_model(Path(folder) / name) for name in names):
+            return newest
         for name in sorted(names, key=lambda n: int(n.rpartition("-")[2]), reverse=True):
             if _is_complete(Path(folder) / name):
                 return os.path.join(folder, name)
-            warnings.warn(
-                f"{name!r} in {str(folder)!r} is passed over: its save was interrupted", stacklevel=2
-            )
+            warnings.warn(f"{name!r} in {str(folder)!r} is skipped: its save was interrupted", stacklevel=2)
         return None
 
     return get_last_checkpoint
 
 
-def _is_ours(folder: Path) -> bool:
+def _has_our_model(folder: Path) -> bool:
     return any(checkpoints.MODEL_FOLDER in entry.name for entry in folder.iterdir() if entry.is_dir())
 
 

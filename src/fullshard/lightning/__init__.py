@@ -5,9 +5,11 @@ from fullshard.lightning import FullShardStrategy, FullShardFabricStrategy
 trainer = lightning.Trainer(strategy=FullShardStrategy(), accelerator="cpu", devices=2)
 fabric = lightning.Fabric(strategy=FullShardFabricStrategy(), accelerator="cpu", devices=2)
 
-Two classes, because Lightning has two bases with methods of the same names and other arguments. Those who
-import `pytorch_lightning` take both from `fullshard.lightning.pytorch_lightning`; where `lightning` itself is
-not installed, these are the ones here.
+Two classes, because Lightning has two base classes with methods of the same names and different arguments.
+Scripts that import `pytorch_lightning` take both from `fullshard.lightning.pytorch_lightning`; where
+`lightning` itself is not installed, these are the ones here.
+
+On import, Lightning's readers of checkpoint files learn to read our folders; `turn_off()` restores them.
 """
 
 from importlib.util import find_spec
@@ -24,5 +26,13 @@ else:
         FullShardStrategy,
     )
 from fullshard.lightning.consolidation import consolidate, read_checkpoint
+from fullshard.lightning.patching import turn_off, turn_on
 
-__all__ = ["FullShardFabricStrategy", "FullShardStrategy", "consolidate", "read_checkpoint"]
+__all__ = [
+    "FullShardFabricStrategy",
+    "FullShardStrategy",
+    "consolidate",
+    "read_checkpoint",
+    "turn_off",
+    "turn_on",
+]

@@ -1,4 +1,4 @@
-"""A sharded checkpoint as the plain dict that Lightning itself would have saved, whole, in one process."""
+"""A sharded checkpoint as the plain dict that Lightning itself would have saved, in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
 from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
-from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, place_of, values_of
+from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, checkpoint_path, values_of
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     From a Trainer: 'state_dict', 'optimizer_states', 'loops', 'callbacks' and so on. From Fabric: the names
     that were given to fabric.save. Every byte is checked against its checksum. No process group is needed.
     """
-    source = open_checkpoint(place_of(path))
+    source = open_checkpoint(checkpoint_path(path))
     try:
         extra = _extra(source)
         groups = extra.pop(GROUPS, [])
@@ -38,10 +38,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
 
 def read_values(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-    """Of a Trainer's checkpoint what is not weights and not state of optimizers."""
-    source = open_checkpoint(place_of(path))
+    """A Trainer's checkpoint without weights and optimizer state."""
+    source = open_checkpoint(checkpoint_path(path))
     try:
-        return values_of(_extra(source), source.folder, weights_only, may_lack=UNUSED)
+        return values_of(_extra(source), source.folder, weights_only, optional=UNUSED)
     finally:
         source.close()
 
@@ -54,14 +54,14 @@ def consolidate(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Non
     target = Path(to)
     if os.path.lexists(target):
         raise CheckpointError(f"{str(target)!r} exists; it was left as it is", "Choose another name.")
-    whole = read_checkpoint(path, weights_only=False)
+    checkpoint = read_checkpoint(path, weights_only=False)
     target.parent.mkdir(parents=True, exist_ok=True)
-    begun = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        torch.save(whole, begun)
-        os.replace(begun, target)  # whole, or not at all
+        torch.save(checkpoint, partial)
+        os.replace(partial, target)  # complete, or not at all
     finally:
-        begun.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _extra(source: Checkpoint) -> dict[str, Any]:
@@ -78,43 +78,43 @@ def _decode(source: Checkpoint, file: str, tree: Any) -> Any:
 
 
 def _state_dict(source: Checkpoint) -> dict[str, Any]:
-    found: dict[str, Any] = {name: source.read_tensor(stored) for name, stored in source.model.items()}
-    found |= {other: found[name] for other, name in source.manifest.tied.items()}
+    state: dict[str, Any] = {name: source.read_tensor(stored) for name, stored in source.model.items()}
+    state |= {other: state[name] for other, name in source.manifest.tied.items()}
     for module, tree in source.manifest.modules.items():
-        found[f"{module}._extra_state".lstrip(".")] = _decode(source, rank_file(0), tree)
-    return found
+        state[f"{module}._extra_state".lstrip(".")] = _decode(source, rank_file(0), tree)
+    return state
 
 
 def _optimizers(source: Checkpoint, groups: list[int]) -> list[dict[str, Any]]:
     """State dicts as torch's optimizers have them: parameters are numbers, in the order of the groups."""
-    said: Any = source.manifest.optimizer_state
-    found, at = [], 0
-    for count in groups if said is not None else ():
-        names = [name for group in said["groups"][at : at + count] for name in group["parameters"]]
+    saved: Any = source.manifest.optimizer_state
+    dicts, at = [], 0
+    for count in groups if saved is not None else ():
+        names = [name for group in saved["groups"][at : at + count] for name in group["parameters"]]
         number = {name: i for i, name in enumerate(names)}
         param_groups = [
             {
                 **_decode(source, rank_file(0), group["options"]),
                 "params": [number[n] for n in group["parameters"]],
             }
-            for group in said["groups"][at : at + count]
+            for group in saved["groups"][at : at + count]
         ]
         state = {
-            number[name]: {key: _value(source, f"{name}.{key}", what) for key, what in held.items()}
-            for name, held in said["state"].items()
+            number[name]: {key: _value(source, f"{name}.{key}", entry) for key, entry in entries.items()}
+            for name, entries in saved["state"].items()
             if name in number
         }
-        found.append({"state": state, "param_groups": param_groups})
+        dicts.append({"state": state, "param_groups": param_groups})
         at += count
-    return found
+    return dicts
 
 
-def _value(source: Checkpoint, name: str, said: Any) -> Any:
-    if said["kind"] == "value":
-        return _decode(source, rank_file(0), said["value"])
-    if said["kind"] == "own":
+def _value(source: Checkpoint, name: str, entry: Any) -> Any:
+    if entry["kind"] == "value":
+        return _decode(source, rank_file(0), entry["value"])
+    if entry["kind"] == "own":
         raise CheckpointError(
-            f"optimizer state {name!r} is kept in a form of its own on each rank, and has no whole",
+            f"optimizer state {name!r} has a form of its own on each rank, and no unsharded value",
             "Read the weights alone, with `fullshard export`.",
         )
     return source.read_tensor(source.optimizer[name])

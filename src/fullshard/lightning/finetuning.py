@@ -1,8 +1,8 @@
 """Lightning's fine-tuning callbacks, which unfreeze layers during a fit, on shards.
 
-Such a callback leaves out a parameter that the optimizer has already, and finds out by comparing values. Two
-empty shards are always equal, and which of them are empty differs from rank to rank: so here parameters are
-the same only if they are one object. Ranks would otherwise end up with other optimizers.
+Such a callback skips parameters that the optimizer already has, and compares their values to find out. Empty
+shards are always equal, and which shards are empty differs between ranks, so the optimizers of ranks would
+differ. Here parameters are the same only if they are one object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 
-def tell_parameters_apart(trainer: Any) -> None:
+def compare_by_identity(trainer: Any) -> None:
     for callback, kind in _callbacks(trainer):
         vars(callback)["finetune_function"] = partial(
             _finetune, kind, type(callback).finetune_function, callback
@@ -27,9 +27,9 @@ def is_used(trainer: Any) -> bool:
 
 
 def rebuild_groups(trainer: Any, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """The groups that an earlier run added to the optimizers, before their state is read into them.
+    """Add the groups that an earlier run added to the optimizers, before their state is loaded.
 
-    Lightning does this when a fit starts. Strategies that load a checkpoint into shards do so later.
+    Lightning does this when a fit starts, before strategies that load into shards read the checkpoint.
     """
     for callback, _ in _callbacks(trainer):
         if callback.state_key in saved:
@@ -38,7 +38,7 @@ def rebuild_groups(trainer: Any, module: nn.Module, saved: Mapping[str, Any]) ->
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[Any, Any]]:
-    """Each fine-tuning callback, with Lightning's class behind it."""
+    """Each fine-tuning callback, with Lightning's base class of it."""
     for callback in trainer.callbacks:
         kind = next((k for k in type(callback).__mro__ if k.__name__ == "BaseFinetuning"), None)
         if kind is not None:

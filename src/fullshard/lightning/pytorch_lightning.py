@@ -1,13 +1,13 @@
-"""The same strategies for those who import `pytorch_lightning`, whose classes are its own."""
+"""The same strategies for `import pytorch_lightning`, whose classes are others than those of `lightning`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fullshard import extras
-from fullshard.lightning.fabric_side import FabricSide
-from fullshard.lightning.folders import teach
-from fullshard.lightning.trainer_side import TrainerSide
+from fullshard.lightning import patching
+from fullshard.lightning.fabric_strategy import ShardedFabric
+from fullshard.lightning.trainer_strategy import ShardedTrainer
 
 extras.need("pytorch_lightning", "lightning")
 extras.refuse_untried("pytorch-lightning")
@@ -24,12 +24,12 @@ else:
     from pytorch_lightning.strategies import DDPStrategy as _TrainerBase
 
 
-class FullShardStrategy(TrainerSide, _TrainerBase):
+class FullShardStrategy(ShardedTrainer, _TrainerBase):
     """For pytorch_lightning's Trainer. Options are those of fs.shard."""
 
 
-class FullShardFabricStrategy(FabricSide, _FabricBase):
+class FullShardFabricStrategy(ShardedFabric, _FabricBase):
     """For lightning_fabric's Fabric. Options are those of fs.shard."""
 
 
-teach(saving, torch_io)
+patching.add((saving, torch_io))

@@ -1,4 +1,4 @@
-"""From a strategy's options to a sharded module, once and for all fits, tests and predictions."""
+"""From a strategy's options to a sharded module, once for all fits, tests and predictions."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ class StrategyOptions(_options.ShardOptions, total=False):
 
 
 _NAMES = tuple(get_type_hints(StrategyOptions))
-_BESIDE = ("precision", "ranks_inside", "weights_only")  # not for fs.shard, or in another form
-# Of Lightning's own data parallel strategy, which is our base class: these mean something only there.
-_NOT_OURS = ("self", "kwargs", "checkpoint_io", "model_averaging_period")
+_NOT_FOR_SHARD = ("precision", "ranks_inside", "weights_only")  # or in another form
+# Arguments of the base class, Lightning's own data parallel strategy, that have no meaning here.
+_UNUSED_BY_US = ("self", "kwargs", "checkpoint_io", "model_averaging_period")
 
 
 def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our options, and those of Lightning's base class. What neither knows is an error, never ignored."""
+    """Options of ShardOptions, and those of Lightning's base class. Any other is an error."""
     signature = inspect.signature(base.__init__)  # type: ignore[misc]
-    lightnings = [n for n in signature.parameters if n not in _NOT_OURS and not n.startswith("ddp_")]
-    ours = {name: value for name, value in given.items() if name in _NAMES}
-    theirs = {name: value for name, value in given.items() if name not in ours}
-    start = theirs.pop("start_method", "popen")
+    of_base = [n for n in signature.parameters if n not in _UNUSED_BY_US and not n.startswith("ddp_")]
+    options = {name: value for name, value in given.items() if name in _NAMES}
+    rest = {name: value for name, value in given.items() if name not in options}
+    start = rest.pop("start_method", "popen")
     if start != "popen":
         raise NotSupported(
             f"start_method={start!r}: a process that was {'forked' if start == 'fork' else 'spawned'} would "
             "hand its shards back as if they were the model",
             "Run a script (Lightning starts the other ranks itself), or start it with torchrun.",
         )
-    refuse_checkpoint_io(theirs.pop("checkpoint_io", None))
-    unknown = sorted(theirs.keys() - set(lightnings))
+    refuse_checkpoint_io(rest.pop("checkpoint_io", None))
+    unknown = sorted(rest.keys() - set(of_base))
     if unknown:
-        known = ", ".join(dict.fromkeys((*_NAMES, *lightnings)))
+        known = ", ".join(dict.fromkeys((*_NAMES, *of_base)))
         raise OptionError(f"unknown option {unknown[0]!r} for a FullShardStrategy", f"Choose from: {known}.")
-    if ours.get("ranks_inside") is not None:
-        _check_ranks_inside(ours)
-    return ours, theirs
+    if options.get("ranks_inside") is not None:
+        _check_ranks_inside(options)
+    return options, rest
 
 
-def _check_ranks_inside(ours: dict[str, Any]) -> None:
-    inside = ours["ranks_inside"]
+def _check_ranks_inside(options: dict[str, Any]) -> None:
+    inside = options["ranks_inside"]
     if type(inside) is not int or inside < 1:
         raise OptionError(f"ranks_inside is {inside!r}", "Give a number of ranks of at least 1.")
-    if ours.get("strategy") != "hybrid" or ours.get("mesh") is not None:
+    if options.get("strategy") != "hybrid" or options.get("mesh") is not None:
         raise OptionError(
             "ranks_inside is for strategy='hybrid' without a mesh", "Leave it out, or leave out the mesh."
         )
 
 
 def refuse_checkpoint_io(plugin: Any) -> None:
-    """Lightning's own plugin for plain files does no harm: we only read and remove such files with it."""
+    """Lightning's own plugin for plain files is harmless: it only reads and removes such files."""
     if plugin is not None and type(plugin).__name__ != "TorchCheckpointIO":
         raise NotSupported(
             f"the CheckpointIO plugin {type(plugin).__name__}: every rank writes its own part of a "
-            "checkpoint, and a plugin gets to see one rank's",
+            "checkpoint, and a plugin sees only one rank's",
             "Leave the plugin out.",
         )
 
@@ -90,14 +90,14 @@ class Place:
     ranks: int
 
 
-def shard_module(module: nn.Module, ours: dict[str, Any], precision: Precision, place: Place) -> None:
+def shard_module(module: nn.Module, given: dict[str, Any], precision: Precision, place: Place) -> None:
     """Shard `module` in place, unless an earlier fit did."""
     runtime = engine_of(module)
     if runtime is not None:
-        _refuse_other_options(module, runtime.options, ours, precision)
+        _refuse_other_options(module, runtime.options, given, precision)
         return
-    options = {name: value for name, value in ours.items() if name not in _BESIDE}
-    inside = ours.get("ranks_inside")
+    options = {name: value for name, value in given.items() if name not in _NOT_FOR_SHARD}
+    inside = given.get("ranks_inside")
     if inside is not None:
         options["mesh"] = _mesh(inside, place)
     if options.get("units") is None and not getattr(module, "automatic_optimization", True):
@@ -109,14 +109,14 @@ def shard_module(module: nn.Module, ours: dict[str, Any], precision: Precision, 
 def _called_alone(module: nn.Module, options: dict[str, Any], precision: Precision) -> Any:
     """Units for manual optimization, whose step calls `self.generator(z)`, not `self(z)`.
 
-    Each part that may be called by itself is a unit beside those that are found anyhow. In the root it would
-    be opened layer by layer, and each layer's call would bring all of the root.
+    Each part that may be called by itself is a unit, in addition to those that are found anyway. As a part of
+    the root, each call of one of its layers would gather all of the root.
     """
     chosen = {k: v for k, v in options.items() if k in ("strategy", "ignore", "checkpoint_activations")}
     units = find_units(module, _options.parse(precision=precision, **chosen))
-    found = {m for unit in units[1:] for m in unit.modules}
-    found |= {part for part in _parts(module) if next(part.parameters(), None) is not None}
-    return found.__contains__
+    modules = {m for unit in units[1:] for m in unit.modules}
+    modules |= {part for part in _parts(module) if next(part.parameters(), None) is not None}
+    return modules.__contains__
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -137,8 +137,8 @@ def _mesh(inside: int, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _refuse_other_options(module: nn.Module, made: Any, ours: dict[str, Any], precision: Precision) -> None:
-    """A module is sharded once; a second Trainer that asks for something else must not get the first's."""
+def _refuse_other_options(module: nn.Module, made: Any, given: dict[str, Any], precision: Precision) -> None:
+    """A module is sharded once; a second Trainer with other options must not silently get the first's."""
     new = [
         name
         for name, child in module.named_modules()
@@ -149,12 +149,12 @@ def _refuse_other_options(module: nn.Module, made: Any, ours: dict[str, Any], pr
             f"{new[0]!r} was put into {type(module).__name__} after it had been sharded",
             "In configure_model, return early if the layers are there already.",
         )
-    asked = {name: _options.TABLE[name].default for name in ("strategy", "across")}
-    asked |= ours | {"precision": precision}
+    requested = {name: _options.TABLE[name].default for name in ("strategy", "across")}
+    requested |= given | {"precision": precision}
     for name in ("strategy", "across", "precision", "checkpoint_activations", "check_gradients"):
-        if name in asked and asked[name] != getattr(made, name):
+        if name in requested and requested[name] != getattr(made, name):
             raise StateError(
                 f"{type(module).__name__} is sharded already with {name}={getattr(made, name)!r}, and this "
-                f"strategy asks for {asked[name]!r}",
+                f"strategy requests {requested[name]!r}",
                 "Use the same options, or build the module anew.",
             )

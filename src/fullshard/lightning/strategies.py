@@ -1,4 +1,4 @@
-"""The strategies for those who import `lightning`."""
+"""The strategies for `import lightning`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import DDPStrategy as _TrainerBase
 from lightning.pytorch.strategies import StrategyRegistry
 
-from fullshard.lightning.fabric_side import FabricSide
-from fullshard.lightning.folders import teach
-from fullshard.lightning.trainer_side import TrainerSide
+from fullshard.lightning import patching
+from fullshard.lightning.fabric_strategy import ShardedFabric
+from fullshard.lightning.trainer_strategy import ShardedTrainer
 
 
-class FullShardStrategy(TrainerSide, _TrainerBase):
+class FullShardStrategy(ShardedTrainer, _TrainerBase):
     """For the Trainer: `Trainer(strategy=FullShardStrategy(), devices=8)`. Options are those of fs.shard."""
 
 
-class FullShardFabricStrategy(FabricSide, _FabricBase):
+class FullShardFabricStrategy(ShardedFabric, _FabricBase):
     """For Fabric: `Fabric(strategy=FullShardFabricStrategy(), devices=8)`. Options are those of fs.shard."""
 
 
-# By name, too: Trainer(strategy="fullshard") after `import fullshard.lightning`.
-for _registry, _kind in ((StrategyRegistry, FullShardStrategy), (STRATEGY_REGISTRY, FullShardFabricStrategy)):
-    _registry.register(
-        "fullshard", _kind, description="fully sharded data parallel by fullshard", override=True
-    )
-teach(saving, torch_io)
+patching.add(
+    (saving, torch_io), ((StrategyRegistry, FullShardStrategy), (STRATEGY_REGISTRY, FullShardFabricStrategy))
+)

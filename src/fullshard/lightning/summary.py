@@ -1,4 +1,4 @@
-"""Lightning's table of layers, with whole parameters counted: at rest a rank holds a part of each."""
+"""Lightning's table of layers, with unsharded sizes: at rest a rank holds a part of each parameter."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.checkpoint.parameters import sites
-from fullshard.engine.runtime import is_sharded, runtime_of
+from fullshard.engine.runtime import is_sharded
+from fullshard.state.sizes import UnshardedSizes
 
 
-def count_whole(trainer: Any) -> None:
-    """Have the Trainer's summary callbacks count what the module has, not what this rank holds of it."""
+def count_unsharded(trainer: Any) -> None:
+    """Have the Trainer's summary callbacks count the module's elements, not this rank's."""
     for callback in trainer.callbacks:
         if any(kind.__name__ == "ModelSummary" for kind in type(callback).__mro__):
             vars(callback)["_summary"] = partial(_summary, type(callback)._summary, callback)
 
 
 def _summary(make: Any, callback: Any, trainer: Any, module: nn.Module) -> Any:
-    found = make(callback, trainer, module)
-    parameters = sites(runtime_of(module), module) if is_sharded(module) else []
-    sizes = {id(s.parameter): s.piece.num_elements for s in parameters if s.lane is not None}
-
-    def count(parameters: Any) -> int:
-        return sum(sizes.get(id(p), p.numel()) for p in parameters)
-
-    # The counts are properties, read later: so these objects get a class that counts otherwise.
-    whole = {
+    summary = make(callback, trainer, module)
+    if not is_sharded(module):
+        return summary
+    count = UnshardedSizes(module).total
+    # The counts are properties, read later: so these objects get a class with other properties.
+    totals = {
         "total_parameters": property(lambda self: count(self._model.parameters())),
         "trainable_parameters": property(
             lambda self: count(p for p in self._model.parameters() if p.requires_grad)
         ),
     }
-    found.__class__ = type(type(found).__name__, (type(found),), whole)
-    for layer in found._layer_summary.values():
+    summary.__class__ = type(type(summary).__name__, (type(summary),), totals)
+    for layer in summary._layer_summary.values():
         own = property(lambda self: count(self._module.parameters()))
         layer.__class__ = type(type(layer).__name__, (type(layer),), {"num_parameters": own})
-    return found
+    return summary

@@ -25,10 +25,10 @@ from fullshard.engine.runtime import is_sharded, model_of, runtime_of
 from fullshard.environment import launch
 from fullshard.errors import CheckpointError, NotSupported, OptionError
 from fullshard.extras import need
-from fullshard.onnx.writing import Axes, Wanted, default_axes, prepare, write
+from fullshard.onnx.writing import Axes, ExportRequest, default_axes, prepare, write
 from fullshard.state.plain_copy import unsharded
 
-_STILL_BUSY_S = 60.0
+_HEARTBEAT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,29 @@ def export(
 
     inputs: an example batch, by the names of forward's arguments; the first rank's is used.
     axes: which axes of an input may have any size: {"x": {0: "batch"}}. None: the first axis of every input
-        is the batch, and the second of a table of whole numbers the sequence. {} fixes all sizes.
-    check: run the file with onnxruntime, and raise if it computes something else than the model.
+        is the batch, and the second axis of a matrix of integers the sequence. {} fixes all sizes.
+    check: run the file with onnxruntime, and raise if its results differ from the model's.
 
-    A sharded model is whole on every rank for a moment, and on the first until the file is written, in the
-    dtypes at rest. A file appears only if all went well, and one that is there is never written again.
-    Weights of more than 1.5 GiB lie beside it, in FILE.data. Returns lines that say what was written.
+    A sharded model is unsharded on every rank for a moment, and on the first rank until the file is written,
+    in the dtypes at rest. A file appears only if everything succeeded; existing files are never overwritten.
+    Weights of more than 1.5 GiB are in a second file, FILE.data. Returns lines that describe the file.
     """
     model = model_of(model)
     given = {name: value.detach().cpu() for name, value in _checked(inputs).items()}
-    wanted = Wanted(Path(os.path.abspath(file)), given, default_axes(given) if axes is None else axes, check)
+    request = ExportRequest(
+        Path(os.path.abspath(file)), given, default_axes(given) if axes is None else axes, check
+    )
     if not is_sharded(model):
-        prepare(wanted)
-        return write(_sharing_memory(model), wanted)
+        prepare(request)
+        return write(_sharing_memory(model), request)
     comm = runtime_of(model).comm
     comm.barrier("export")
     control = control_group(comm)
-    control.together(lambda: prepare(wanted) if control.is_first else None, "preparing an ONNX file")
+    control.together(lambda: prepare(request) if control.is_first else None, "preparing an ONNX file")
     with api.full(model, writeback=False):
         if control.is_first:
-            return _on_first_rank(control, lambda: write(unsharded(model), wanted))
-    return _on_first_rank(control, list)  # waits with its memory free
+            return _on_first_rank(control, lambda: write(unsharded(model), request))
+    return _on_first_rank(control, list)  # waits, with its memory released
 
 
 def export_checkpoint(
@@ -79,30 +81,30 @@ def export_checkpoint(
 ) -> list[str]:
     """Write the model of a checkpoint to an ONNX file.
 
-    subject: what the checkpoint is of. None: the Hugging Face model that its config.json describes; token ids
-        and mask in, logits out.
+    subject: the model that the checkpoint is of. None: the Hugging Face model that its config.json describes,
+        with token ids and mask as inputs and logits as output.
 
-    For one process, which holds the whole model in fp32. Every byte is checked as in fs.load. Returns lines
-    that say what was written.
+    For one process, which holds the unsharded model in fp32. Every byte is checked as in fs.load. Returns
+    lines that describe the file.
     """
     if launch().ranks > 1 or is_initialized():
         raise OptionError(
-            "a checkpoint is exported by a process of its own, and this one belongs to a group",
-            "Run `fullshard export` without a launcher, or export the live model with onnx_files.export.",
+            "a checkpoint is exported by a single process, and this one belongs to a process group",
+            "Run `fullshard export` without a launcher, or fullshard.onnx.files.export on the live model.",
         )
     target = Path(os.path.abspath(file))
-    prepare(Wanted(target, {}, {}, check))
+    prepare(ExportRequest(target, {}, {}, check))
     folder = _folder(Path(checkpoint))
     model = _built(folder) if subject is None else subject.model
     try:
         api.shard(model, strategy="replicate")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the notes say the same
+            warnings.simplefilter("ignore")  # the notes are the same
             notes = load(folder, model).notes
         with api.full(model, writeback=False):
             plain = unsharded(model)
             given = _example(plain) if subject is None else dict(subject.inputs)
-            lines = write(plain, Wanted(target, given, default_axes(given), check))
+            lines = write(plain, ExportRequest(target, given, default_axes(given), check))
     finally:
         end_groups()
     return [*lines, *(f"  note: {note}" for note in notes)]
@@ -130,7 +132,7 @@ def _sharing_memory(model: nn.Module) -> nn.Module:
 
 
 def _on_first_rank(control: ControlGroup, work: Callable[[], list[str]]) -> list[str]:
-    """One rank works, the others wait. As that may take longer than ranks wait, it says that it is busy."""
+    """The first rank works, and the others wait. Regular messages keep their wait from timing out."""
     if not control.is_first:
         while control.broadcast_object(False):
             pass
@@ -139,8 +141,8 @@ def _on_first_rank(control: ControlGroup, work: Callable[[], list[str]]) -> list
     lines: list[str] = []
     problem: Exception | None = None
 
-    def speak() -> None:
-        while not over.wait(_STILL_BUSY_S):
+    def send_heartbeats() -> None:
+        while not over.wait(_HEARTBEAT_S):
             control.broadcast_object(True)
 
     def finish() -> tuple[list[str], list[str]]:
@@ -148,15 +150,15 @@ def _on_first_rank(control: ControlGroup, work: Callable[[], list[str]]) -> list
             raise problem
         return lines, lines
 
-    speaker = threading.Thread(target=speak, daemon=True)
-    speaker.start()
+    heartbeats = threading.Thread(target=send_heartbeats, daemon=True)
+    heartbeats.start()
     try:
         lines = work()
     except Exception as error:  # noqa: BLE001  raised on all ranks, below
         problem = error
     finally:
         over.set()
-        speaker.join()
+        heartbeats.join()
     control.broadcast_object(False)
     return control.share(finish, "writing an ONNX file")[0]
 
@@ -173,15 +175,15 @@ def _folder(path: Path) -> Path:
 
 def _built(folder: Path) -> Any:
     """The model that config.json describes, in fp32, with values still to be loaded."""
-    said = _config(folder)
+    config = _config(folder)
     transformers = need("transformers", "hf")
-    named = said.get("architectures") or [None]
+    named = config.get("architectures") or [None]
     cls = _class(transformers, str(named[0]))
     if cls is None:
         raise NotSupported(
             f"config.json of {str(folder)!r} names the architecture {named[0]!r}, which transformers "
             f"{transformers.__version__} does not have",
-            "Code that comes with a model is not run; export the live model with onnx_files.export.",
+            "Code from a model's folder is not run; export the live model with fullshard.onnx.files.export.",
         )
     if (main_input := cls.main_input_name) != "input_ids":
         raise NotSupported(
@@ -189,33 +191,33 @@ def _built(folder: Path) -> Any:
             "Export the live model with fullshard.onnx.files.export and an example batch.",
         )
     try:
-        return cls._from_config(cls.config_class.from_dict(said), dtype=torch.float32)
+        return cls._from_config(cls.config_class.from_dict(config), dtype=torch.float32)
     except Exception as error:
         raise CheckpointError(
             f"{cls.__name__} cannot be built from config.json of {str(folder)!r}: "
             f"{type(error).__name__}: {error}",
-            "Is it complete, and was it written by a version of transformers like this one?",
+            "Is it complete, and was it written by a similar version of transformers?",
         ) from error
 
 
 def _class(transformers: Any, name: str) -> Any:
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    cls = getattr(transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
 
 
 def _config(folder: Path) -> dict[str, Any]:
     remedy = "Save a Hugging Face model, or export the live model with fullshard.onnx.files.export."
     try:
-        said = json.loads((folder / "config.json").read_bytes())
+        config = json.loads((folder / "config.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{str(folder)!r} has no config.json, which says how to build the model", remedy
+            f"{str(folder)!r} has no config.json, which describes the model", remedy
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"config.json of {str(folder)!r} cannot be read: {error}", remedy) from error
-    if not isinstance(said, dict):
+    if not isinstance(config, dict):
         raise CheckpointError(f"config.json of {str(folder)!r} describes no model", remedy)
-    return said
+    return config
 
 
 def _example(model: Any) -> dict[str, torch.Tensor]:

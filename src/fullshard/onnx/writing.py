@@ -1,7 +1,7 @@
-"""From a plain module to an ONNX file that was compared with torch before it got its name.
+"""From a plain module to an ONNX file, which is compared with torch before it gets its name.
 
-A graph has one way to compute, so attention and experts of transformers are written out plainly first:
-torch's fused kernels for them have no counterpart in ONNX that is right for all shapes.
+Attention and experts of transformers are switched to their eager implementations first: torch's fused kernels
+have no counterpart in ONNX that is correct for all shapes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fullshard.errors import CheckpointError, ModelError, NotSupported, OptionEr
 from fullshard.extras import need
 
 Axes = Mapping[str, Mapping[int, str]]
-SEPARATE_BYTES = 3 * 2**29  # weights beyond this lie beside the file: a protobuf message ends at 2 GiB
-TOLERANCE = 1e-4  # of the largest value, in fp32; other orders of summation stay far below it
+SEPARATE_BYTES = 3 * 2**29  # more weights go to a second file: a protobuf message has at most 2 GiB
+TOLERANCE = 1e-4  # of the largest value, in fp32; another order of summation stays far below it
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportRequest:
     """A file, an example batch, which of its axes may have any size, and whether to compare."""
 
     target: Path
@@ -42,33 +42,33 @@ class Wanted:
 
 
 def default_axes(inputs: Mapping[str, torch.Tensor]) -> Axes:
-    """Batch and sequence. Those of a decoder are as many, but of another length."""
-    found: dict[str, dict[int, str]] = {}
+    """Batch and sequence; inputs of a decoder have a sequence length of their own."""
+    axes: dict[str, dict[int, str]] = {}
     for name, value in inputs.items():
-        found[name] = {0: "batch"} if value.ndim else {}
+        axes[name] = {0: "batch"} if value.ndim else {}
         if value.ndim == 2 and not value.is_floating_point():
-            found[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
-    return found
+            axes[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
+    return axes
 
 
-def prepare(wanted: Wanted) -> None:
-    """Everything that can be told before anything is computed."""
-    for library in ("onnx", "onnxscript", *(("onnxruntime",) if wanted.check else ())):
+def prepare(request: ExportRequest) -> None:
+    """All checks that need no computation."""
+    for library in ("onnx", "onnxscript", *(("onnxruntime",) if request.check else ())):
         need(library, "onnx")
-    target = wanted.target
+    target = request.target
     if not target.parent.is_dir():
         raise CheckpointError(f"there is no folder {str(target.parent)!r}", "Make it, or write elsewhere.")
     for path in (target, target.with_name(target.name + ".data")):
         if os.path.lexists(path):
             raise CheckpointError(f"{str(path)!r} exists; it was left as it is", "Write to another file.")
-    for name, axes in wanted.axes.items():
-        if name not in wanted.inputs or any(not 0 <= a < wanted.inputs[name].ndim for a in axes):
+    for name, axes in request.axes.items():
+        if name not in request.inputs or any(not 0 <= a < request.inputs[name].ndim for a in axes):
             raise OptionError(f"axes names {name!r} {dict(axes)}", "Name inputs, and axes that they have.")
 
 
-def write(model: nn.Module, wanted: Wanted) -> list[str]:
-    """To a hidden folder first: a name that is there is a file that is complete. The model is changed."""
-    target = wanted.target
+def write(model: nn.Module, request: ExportRequest) -> list[str]:
+    """Written to a hidden folder first, so that a file under its name is complete. The model is changed."""
+    target = request.target
     work = target.parent / f".{target.name}.exporting-{secrets.token_hex(8)}"
     try:
         work.mkdir()
@@ -76,16 +76,16 @@ def write(model: nn.Module, wanted: Wanted) -> list[str]:
         raise files.failed(f"cannot write to {str(target.parent)!r}", error) from error
     try:
         size = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
-        wrapped = Wrapped(_written_out(model.eval()), tuple(wanted.inputs))
-        program = _program(wrapped, wanted)
+        wrapped = Wrapped(_with_plain_kernels(model.eval()), tuple(request.inputs))
+        program = _program(wrapped, request)
         made = work / target.name
         program.save(str(made), external_data=size > SEPARATE_BYTES)
-        lines = _lines(wrapped, program, wanted, sum(part.stat().st_size for part in work.iterdir()))
-        if wanted.check:
-            lines.append(_compared(wrapped, made, wanted))
-        prepare(wanted)  # somebody may have put something there meanwhile
+        lines = _lines(wrapped, program, request, sum(part.stat().st_size for part in work.iterdir()))
+        if request.check:
+            lines.append(_compared(wrapped, made, request))
+        prepare(request)  # another process may have written there meanwhile
         for part in sorted(work.iterdir(), key=lambda path: path == made):
-            part.rename(target.parent / part.name)  # the weights first: the file that needs them comes last
+            part.rename(target.parent / part.name)  # the weights first, then the file that refers to them
     except OSError as error:
         raise files.failed(f"cannot write {str(target)!r}", error) from error
     finally:
@@ -95,8 +95,8 @@ def write(model: nn.Module, wanted: Wanted) -> list[str]:
     return lines
 
 
-def _written_out(model: Any) -> Any:
-    """transformers has these in several ways; in other models there is nothing to choose."""
+def _with_plain_kernels(model: Any) -> Any:
+    """transformers has several implementations of these; other models have no choice."""
     for choose, plain in (("set_attn_implementation", "eager"), ("set_experts_implementation", "batched_mm")):
         with contextlib.suppress(AttributeError, ValueError, NotImplementedError):
             getattr(model, choose)(plain)
@@ -107,7 +107,7 @@ def _written_out(model: Any) -> Any:
 
 
 class Wrapped(nn.Module):
-    """Named inputs in, tensors out; of a Hugging Face model what it predicts, and no caches."""
+    """Named inputs in, tensors out; of a Hugging Face model its predictions, without caches."""
 
     def __init__(self, model: Any, names: Sequence[str]) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ class Wrapped(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> Any:
         output = self._output(values)
-        found = tuple(tensors_in(output if self.result is None else getattr(output, self.result)))
-        return found[0] if len(found) == 1 else found
+        results = tuple(tensors_in(output if self.result is None else getattr(output, self.result)))
+        return results[0] if len(results) == 1 else results
 
     def _output(self, values: Sequence[torch.Tensor]) -> Any:
         return self.model(**dict(zip(self.names, values, strict=True)), **self.extra)
 
     def output_names(self, values: Sequence[torch.Tensor]) -> list[str]:
-        """By one run of the model: which of its results are written."""
+        """Names of the results that are written, found by one run of the model."""
         with torch.no_grad():
             output = self._output(values)
         self.result = next((n for n in ("logits", "last_hidden_state") if _has(output, n)), None)
@@ -146,11 +146,11 @@ def _has(output: Any, name: str) -> bool:
     return isinstance(getattr(output, name, None), torch.Tensor)
 
 
-def _program(wrapped: Wrapped, wanted: Wanted) -> Any:
-    values = tuple(wanted.inputs.values())
+def _program(wrapped: Wrapped, request: ExportRequest) -> Any:
+    values = tuple(request.inputs.values())
     named = wrapped.output_names(values)
-    dims = {n: torch.export.Dim(n) for axes in wanted.axes.values() for n in axes.values()}
-    shapes = tuple({a: dims[n] for a, n in wanted.axes.get(name, {}).items()} for name in wanted.inputs)
+    dims = {n: torch.export.Dim(n) for axes in request.axes.values() for n in axes.values()}
+    shapes = tuple({a: dims[n] for a, n in request.axes.get(name, {}).items()} for name in request.inputs)
     try:
         with _quiet(), torch.no_grad():
             return torch.onnx.export(
@@ -158,19 +158,19 @@ def _program(wrapped: Wrapped, wanted: Wanted) -> Any:
                 values,
                 dynamo=True,
                 dynamic_shapes={"values": shapes},
-                input_names=list(wanted.inputs),
+                input_names=list(request.inputs),
                 output_names=named,
                 verbose=False,
             )
     except Exception as error:
         raise NotSupported(
             f"torch's exporter cannot write {type(wrapped.model).__name__} as ONNX: {_reason(str(error))}",
-            "Its own error, above, says where. A graph cannot branch on values, nor hold other than tensors.",
+            "Its own error, above, names the place. A graph cannot branch on values, and holds only tensors.",
         ) from error
 
 
 def _reason(text: str) -> str:
-    """The exporter explains itself at length; what went wrong stands behind its summary."""
+    """The line of the exporter's long message that follows its summary."""
     lines = [
         line.strip() for line in text.partition("Exception summary")[2].splitlines() or text.splitlines()
     ]
@@ -179,30 +179,30 @@ def _reason(text: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of libraries that are not there and of its own insides."""
-    loud = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
-    before = [logger.level for logger in loud]
+    """The exporter warns about missing libraries and about its own internals."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    before = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for logger in loud:
+        for logger in loggers:
             logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for logger, level in zip(loud, before, strict=True):
+            for logger, level in zip(loggers, before, strict=True):
                 logger.setLevel(level)
 
 
-def _lines(wrapped: Wrapped, program: Any, wanted: Wanted, size: int) -> list[str]:
+def _lines(wrapped: Wrapped, program: Any, request: ExportRequest, size: int) -> list[str]:
     def shape(name: str, value: torch.Tensor) -> str:
-        axes = wanted.axes.get(name, {})
+        axes = request.axes.get(name, {})
         return f"{name} ({', '.join(axes.get(a, str(n)) for a, n in enumerate(value.shape))})"
 
     kind, opset = type(wrapped.model).__name__, program.model.opset_imports.get("", "?")
-    inputs = ", ".join(shape(name, value) for name, value in wanted.inputs.items())
+    inputs = ", ".join(shape(name, value) for name, value in request.inputs.items())
     outputs = ", ".join(str(value.name) for value in program.model.graph.outputs)
     return [
-        f"{printable(str(wanted.target))}: {kind}, {as_bytes_text(size)}, opset {opset}",
+        f"{printable(str(request.target))}: {kind}, {as_bytes_text(size)}, opset {opset}",
         f"  inputs {inputs}; outputs {outputs}",
     ]
 
@@ -210,42 +210,44 @@ def _lines(wrapped: Wrapped, program: Any, wanted: Wanted, size: int) -> list[st
 # ---- the check
 
 
-def _compared(wrapped: Wrapped, made: Path, wanted: Wanted) -> str:
+def _compared(wrapped: Wrapped, made: Path, request: ExportRequest) -> str:
     runtime = need("onnxruntime", "onnx")
     try:
         session = runtime.InferenceSession(str(made), providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ModelError(f"onnxruntime does not load what was exported: {error}") from error
+        raise ModelError(f"onnxruntime does not load the exported file: {error}") from error
     names = [value.name for value in session.get_outputs()]
-    worst, batches = 0.0, list(_batches(wanted))
+    worst, batches = 0.0, list(_batches(request))
     for inputs in batches:
         with torch.no_grad():
-            expected = list(tensors_in(wrapped(*inputs.values())))
+            of_torch = list(tensors_in(wrapped(*inputs.values())))
         try:
-            found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+            of_onnx = session.run(None, {name: value.numpy() for name, value in inputs.items()})
         except Exception as error:
-            raise ModelError(f"onnxruntime does not run what was exported: {error}") from error
-        for name, want, got in zip(names, expected, found, strict=True):
-            worst = max(worst, _difference(name, want, torch.from_numpy(got), inputs.get("attention_mask")))
+            raise ModelError(f"onnxruntime does not run the exported file: {error}") from error
+        for name, expected, actual in zip(names, of_torch, of_onnx, strict=True):
+            worst = max(
+                worst, _difference(name, expected, torch.from_numpy(actual), inputs.get("attention_mask"))
+            )
     return (
         f"  checked with onnxruntime {runtime.__version__} on {len(batches)} batches: it differs by "
         f"{worst:.1e} of the largest value"
     )
 
 
-def _batches(wanted: Wanted) -> Iterator[dict[str, torch.Tensor]]:
-    """The example; its last row alone; and of every axis that may have any size the second half."""
-    yield wanted.inputs
+def _batches(request: ExportRequest) -> Iterator[dict[str, torch.Tensor]]:
+    """The example; its last row alone; and the second half of every axis of variable size."""
+    yield request.inputs
     cuts: list[Callable[[str, int], int]] = [
         lambda name, n: n - 1 if name == "batch" else 0,
         lambda _, n: n // 2,
     ]
-    for cut in cuts if any(wanted.axes.values()) else ():
+    for cut in cuts if any(request.axes.values()) else ():
         starts = {
-            name: {a: cut(n, wanted.inputs[name].shape[a]) for a, n in axes.items()}
-            for name, axes in wanted.axes.items()
+            name: {a: cut(n, request.inputs[name].shape[a]) for a, n in axes.items()}
+            for name, axes in request.axes.items()
         }
-        yield {name: _cut(value, starts.get(name, {})) for name, value in wanted.inputs.items()}
+        yield {name: _cut(value, starts.get(name, {})) for name, value in request.inputs.items()}
 
 
 def _cut(value: torch.Tensor, starts: dict[int, int]) -> torch.Tensor:
@@ -254,16 +256,18 @@ def _cut(value: torch.Tensor, starts: dict[int, int]) -> torch.Tensor:
     return value.contiguous()
 
 
-def _difference(name: str, want: torch.Tensor, got: torch.Tensor, mask: torch.Tensor | None) -> float:
-    """Of the largest value. What stands at masked places means nothing, in torch either."""
-    if want.shape != got.shape:
-        raise ModelError(f"{name} has shape {tuple(got.shape)} in ONNX and {tuple(want.shape)} in torch")
-    if mask is not None and want.shape[:2] == mask.shape:
-        want, got = want[mask.bool()], got[mask.bool()]
-    if not want.numel():
+def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor, mask: torch.Tensor | None) -> float:
+    """Relative to the largest value. Values at masked positions have no meaning, and are left out."""
+    if expected.shape != actual.shape:
+        raise ModelError(
+            f"{name} has shape {tuple(actual.shape)} in ONNX and {tuple(expected.shape)} in torch"
+        )
+    if mask is not None and expected.shape[:2] == mask.shape:
+        expected, actual = expected[mask.bool()], actual[mask.bool()]
+    if not expected.numel():
         return 0.0
-    want, got = want.double(), got.double()
-    apart = float((want - got).abs().max()) / max(1e-3, float(want.abs().max()))
+    expected, actual = expected.double(), actual.double()
+    apart = float((expected - actual).abs().max()) / max(1e-3, float(expected.abs().max()))
     if not apart <= TOLERANCE:
         raise ModelError(
             f"{name} of the ONNX model differs from torch by {apart:.1e} of its largest value",

@@ -56,19 +56,6 @@ class ModuleInitializers(ValueSource):
         return [m for m, is_complete in known.items() if is_complete and m not in fresh]
 
 
-def initializer_of_enclosing_model(
-    root: nn.Module, module: nn.Module, parents: Parents
-) -> Initializer | None:
-    """The innermost model around a module that defines how its modules are initialised."""
-    around: nn.Module | None = module
-    while around is not None:
-        initialize: Any = getattr(around, "_init_weights", None)
-        if callable(initialize) and (around is root or hasattr(around, "_initialize_weights")):
-            return partial(initialize, module)
-        around = next(iter(parents.get(around, ())), None)
-    return None
-
-
 class GivenFunction(ValueSource):
     """A function of one module. It often begins with `to_empty`, which affects the modules inside as well."""
 

@@ -1,4 +1,4 @@
-"""`fullshard train CONFIG.yaml`: check everything, start the ranks, wait, and say once what went wrong."""
+"""`fullshard train CONFIG.yaml`: check everything, start the ranks, wait, and report an error once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fullshard.training.example import EXAMPLE
 from fullshard.training.folder import RunFolder
 from fullshard.training.preparing import choose_device, prepare
 from fullshard.training.report import write_report
-from fullshard.training.session import Wish, is_told_by_another, run_rank
+from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.settings import Settings, check_ranks, load
 
 __all__ = ["EXAMPLE", "RunFailed", "train"]
@@ -39,7 +39,7 @@ class RunFailed(FullshardError):
 
 
 def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: bool) -> int:
-    """Train what a config describes; 0 when the run is done or its time limit came, 128 + n after signal n.
+    """Train what a config describes; 0 when it is done or its time limit is over, 128 + n after signal n.
 
     Starts its own ranks, as `torchrun --standalone` does, or is one rank if torchrun has started it. Whatever
     is wrong is raised as a FullshardError, once, and before ranks are started where that can be known.
@@ -48,12 +48,12 @@ def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: boo
         if ranks is not None:
             raise OptionError(
                 f"--ranks {ranks} was given to one of the ranks that torchrun started",
-                "Leave it out; torchrun's --nproc-per-node says how many.",
+                "Leave it out; torchrun's --nproc-per-node sets the number.",
             )
         try:
-            run_rank(Wish(config_path, overrides, quiet))
+            run_rank(RankArguments(config_path, overrides, quiet))
         except FullshardError as error:
-            if is_told_by_another(error):
+            if is_printed_by_rank_0(error):
                 return 2
             raise
         return 0
@@ -69,7 +69,7 @@ def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: boo
         folder.begin(prepared.fixed, settings.as_dict())
         with tempfile.TemporaryDirectory(prefix="fullshard-train-") as private:
             (Path(private) / "rows.json").write_text(json.dumps(prepared.rows()))
-            return _Launch(Path(private), count, folder).run(_worker_words(config_path, overrides, quiet))
+            return _Launch(Path(private), count, folder).run(_worker_arguments(config_path, overrides, quiet))
     finally:
         os.close(lock)
 
@@ -83,19 +83,19 @@ def _count(settings: Settings, ranks: int | None) -> int:
     return max(1, gpus if settings.device != "cpu" else 0)
 
 
-def _worker_words(config: Path, overrides: list[str], quiet: bool) -> list[str]:
-    words = [str(config)]
+def _worker_arguments(config: Path, overrides: list[str], quiet: bool) -> list[str]:
+    arguments = [str(config)]
     for text in overrides:
-        words += ["--set", text]
-    return [*words, "--quiet"] if quiet else words
+        arguments += ["--set", text]
+    return [*arguments, "--quiet"] if quiet else arguments
 
 
 @dataclass
 class _Launch:
-    """Ranks under torchrun's agent, which runs in a thread: so signals are ours, and a stop is not a kill.
+    """Ranks under torchrun's agent, which runs in a thread, so that signals are handled here.
 
-    The agent alone would pass a signal on and kill what is not gone after 30 seconds; a large checkpoint
-    takes longer. Instead a file tells the ranks to save and stop. A second signal ends them at once.
+    The agent itself would pass a signal on and kill ranks that still run after 30 seconds; a large checkpoint
+    takes longer. Instead ranks save and stop when a file appears. A second signal ends them at once.
     """
 
     private: Path
@@ -104,8 +104,8 @@ class _Launch:
     _signals: list[int] = field(default_factory=list)
     _problem: BaseException | None = None
 
-    def run(self, words: list[str]) -> int:
-        thread = threading.Thread(target=self._agent, args=(words,), name="torchrun", daemon=True)
+    def run(self, arguments: list[str]) -> int:
+        thread = threading.Thread(target=self._agent, args=(arguments,), name="torchrun", daemon=True)
         with self._listening():
             thread.start()
             while thread.is_alive():
@@ -119,12 +119,12 @@ class _Launch:
             return 128 + self._signals[-1]
         raise self._failure()
 
-    def _agent(self, words: list[str]) -> None:
+    def _agent(self, arguments: list[str]) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank says is told below, once
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the error of the ranks is raised below, once
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -136,9 +136,9 @@ class _Launch:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.private / "torchrun")),
         )
-        ours = ["--private", str(self.private), "--launcher", str(os.getpid())]
+        private = ["--private", str(self.private), "--launcher", str(os.getpid())]
         try:
-            elastic_launch(config, sys.executable)("-m", "fullshard.training.worker", *words, *ours)
+            elastic_launch(config, sys.executable)("-m", "fullshard.training.worker", *arguments, *private)
         except BaseException as error:  # noqa: BLE001  raised in the main thread, or explained there
             self._problem = error
 
@@ -170,10 +170,10 @@ class _Launch:
         sys.stderr.write(f"\nfullshard: {name}: saves after this step and stops; once more stops at once\n")
 
     def _failure(self) -> RunFailed:
-        """The one error that explains the others: a rank that waits for a failed one only says so."""
+        """The one error that explains the others: ranks that wait for a failed one only report a stall."""
         errors = {int(f.stem.partition("-")[2]): json.loads(f.read_text()) for f in self._error_files()}
         chosen = min(errors, key=lambda r: (errors[r]["stalled"], "what" not in errors[r], r), default=None)
-        silent = _ended_without_a_word(self._problem, set(errors))
+        silent = _ended_without_error(self._problem, set(errors))
         follows = chosen is None or errors[chosen]["stalled"] or "what" not in errors[chosen]
         if chosen is None or (silent and follows):
             what = silent or f"the ranks could not be started: {self._problem!r}"
@@ -191,7 +191,7 @@ class _Launch:
         return list(self.private.glob("error-*.json"))
 
     def _leave_report(self, status: str) -> None:
-        """What is known of a run that did not write its own report."""
+        """A report with what is known of a run that did not write its own."""
         with contextlib.suppress(FullshardError, OSError, KeyError):
             summary = self.folder.read("summary.json")
             if summary is not None and self.folder.read_metrics():
@@ -199,13 +199,13 @@ class _Launch:
                 write_report(self.folder)
 
 
-def _ended_without_a_word(problem: BaseException | None, known: set[int]) -> str:
-    """Of the ranks that left no error, the first of which torchrun's agent knows how it ended; or nothing."""
+def _ended_without_error(problem: BaseException | None, known: set[int]) -> str:
+    """How the first rank ended that left no error and whose end torchrun's agent knows; or empty."""
     failures: dict[int, Any] = getattr(problem, "failures", {})
     for rank, failure in sorted(failures.items()):
         code = failure.exitcode
         if rank in known or code == -signal.SIGTERM:  # the agent's own signal, after another rank's end
             continue
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {rank} {ended} without a word"
+        return f"rank {rank} {ended} without an error message"
     return ""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar while it trains, a few lines at its end. On rank 0 only."""
+"""A run on a terminal: a progress bar while it trains, a few lines at its end. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Display:
         self._shown_steps = 0
 
     def _reader_left(self) -> None:
-        """`fullshard train ... | head` has seen enough; the run goes on."""
+        """Continue the run when a reader such as `| head` has closed the pipe."""
         self.console.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def start(self, step: int) -> None:
@@ -66,23 +66,23 @@ class Display:
         every = max(1, self._num_steps // 16)
         due = line["step"] // every > self._shown_steps // every or not self._shown_steps
         if due and not self.console.is_terminal:
-            self.say(f"step {line['step']}/{self._num_steps}  {figures}")
+            self.show(f"step {line['step']}/{self._num_steps}  {figures}")
             self._shown_steps = line["step"]
 
     def evaluated(self, step: int, loss: float) -> None:
-        self.say(f"step {step}: validation loss {loss:.4f}")
+        self.show(f"step {step}: validation loss {loss:.4f}")
 
-    def held(self, ranks: Sequence[dict[str, int]], whole: dict[str, int], peaks: Sequence[int]) -> None:
-        """What each rank holds at rest, beside what one unsharded process would."""
+    def held(self, ranks: Sequence[dict[str, int]], unsharded: dict[str, int], peaks: Sequence[int]) -> None:
+        """What each rank holds at rest, compared with one unsharded process."""
         from rich.table import Table
 
         table = Table(title="Held at rest, MiB")
         for column in ("", "parameters", "gradients", "optimizer", "total", "share", "peak"):
             table.add_column(column, justify="right" if column else "left")
         rows = [(f"rank {rank}", held, peaks[rank]) for rank, held in enumerate(ranks)]
-        for name, held, peak in [*rows, ("unsharded", whole, None)]:
+        for name, held, peak in [*rows, ("unsharded", unsharded, None)]:
             sizes = [held[kind] for kind in ("parameters", "gradients", "optimizer_state", "total")]
-            share = f"{held['total'] / whole['total']:.1%}"
+            share = f"{held['total'] / unsharded['total']:.1%}"
             shown = "" if peak is None else f"{peak / MIB:,.0f}"
             is_last = name == rows[-1][0]
             table.add_row(name, *(f"{s / MIB:,.2f}" for s in sizes), share, shown, end_section=is_last)
@@ -90,12 +90,12 @@ class Display:
             self.console.print(table)
             return
         for name, held, peak in rows:  # a table would be cut to its first digits
-            self.say(f"{name}: {size(held['total'])} at rest, {size(peak)} at the peak")
-        self.say(f"unsharded: {size(whole['total'])} at rest")
+            self.show(f"{name}: {size(held['total'])} at rest, {size(peak)} at the peak")
+        self.show(f"unsharded: {size(unsharded['total'])} at rest")
 
     def sample(self, text: str) -> None:
         self.console.rule("text from the trained model")
-        self.say(text)
+        self.show(text)
         self.console.rule()
 
 

@@ -4,7 +4,7 @@ EXAMPLE = """\
 # A config of `fullshard train`. Every key is here; those that are commented out have the value shown.
 # Paths are relative to this file. `--set training.steps=200` changes a key for one run.
 
-output: runs/gpt             # what the run writes; the same command again goes on from there
+output: runs/gpt             # what the run writes; the same command again resumes it
 
 model:                       # exactly one of gpt, path and config
   gpt:                       # the built-in GPT, from scratch
@@ -42,7 +42,7 @@ training:                    # sizes of batches are of all ranks together
   # betas: [0.9, 0.95]
   # eps: 1.0e-8
   # clip: 1.0                # the gradient norm; null for no clipping
-  # time_limit_s: 3600       # save and stop after so long; the same command goes on
+  # time_limit_s: 3600       # save and stop after this time; the same command resumes
 
 # sharding:
 #   strategy: zero3          # replicate, zero1, zero2, zero3, hybrid

@@ -1,7 +1,7 @@
 """The folder of a run.
 
-run.json         what must not change while the run goes on
-config.json      the whole config, as last used
+run.json         what must not change when the run is resumed
+config.json      the complete config, as last used
 metrics.jsonl    one line a step: loss, learning rate, gradient norm, tokens/s, memory of each rank
 summary.json     how the run stands: plan, memory at rest, sample, versions
 report.html      all of it, to look at
@@ -93,20 +93,20 @@ class RunFolder:
         for key in [*now, *before]:
             was, is_now = before.get(key, missing), now.get(key, missing)
             if was != is_now:
-                said = "not given" if was is missing else repr(was)
-                asked = "not given" if is_now is missing else repr(is_now)
+                old_value = "not given" if was is missing else repr(was)
+                new_value = "not given" if is_now is missing else repr(is_now)
                 raise OptionError(
-                    f"{str(self.path)!r} holds a run whose {key!r} is {said}, and now it is {asked}; "
-                    "nothing was changed",
-                    "Put it back to go on, or name another output to begin anew.",
+                    f"{str(self.path)!r} holds a run whose {key!r} is {old_value}, and now it is "
+                    f"{new_value}; nothing was changed",
+                    "Put it back to resume the run, or name another output to start a new one.",
                 )
 
     def newest(self) -> Path | None:
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         return latest(self.checkpoints)
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
-        """Whole or not at all."""
+        """Complete or not at all."""
         self.replace(name, json.dumps(value, indent=1) + "\n")
 
     def replace(self, name: str, text: str) -> None:
@@ -117,23 +117,23 @@ class RunFolder:
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:
-            said = json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise OptionError(
                 f"{str(self.path / name)!r} cannot be read: {error}", "Name another output, or mend it."
             ) from None
-        return said if isinstance(said, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line; a crash may have left the last one torn."""
-        found = []
+        """Every complete line; a crash may have left the last one incomplete."""
+        metrics = []
         with contextlib.suppress(FileNotFoundError), self.metrics.open(encoding="utf-8") as lines:
             for line in lines:
                 with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
-        return found
+                    metrics.append(json.loads(line))
+        return metrics
 
     def forget_after(self, step: int) -> None:
         """Leave out of the metrics what comes after a step: it is about to be done again."""

@@ -66,12 +66,12 @@ class GPTConfig:
         """The shape of the GPT in a folder that fs.save, and so `fullshard train`, wrote."""
         path = Path(folder) / FILE
         try:
-            said = json.loads(path.read_text())
+            config = json.loads(path.read_text())
             known = {field.name for field in fields(GPTConfig)}
-            return GPTConfig(**{name: value for name, value in said.items() if name in known})
+            return GPTConfig(**{name: value for name, value in config.items() if name in known})
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{str(path)!r} does not say the shape of a GPT: {error}",
+                f"{str(path)!r} does not hold the shape of a GPT: {error}",
                 "Give a folder that fs.save or `fullshard train` wrote of a built-in GPT.",
             ) from error
 
@@ -178,7 +178,7 @@ class Initialiser:
     """First values of a GPT, module by module, in any order.
 
     Every parameter's numbers come from the seed and its own name. So they are the same whether the model is
-    built whole or, by `fs.shard(model, materialize=Initialiser(model, seed))`, unit by unit.
+    built on the host or, by `fs.shard(model, materialize=Initialiser(model, seed))`, unit by unit.
     """
 
     def __init__(self, model: GPT, seed: int) -> None:
@@ -203,7 +203,7 @@ class Initialiser:
 
 
 def initialise(model: GPT, seed: int = 0) -> None:
-    """Give a whole GPT its first values."""
+    """Initialise an unsharded GPT."""
     fill = Initialiser(model, seed)
     for module in model.modules():
         fill(module)

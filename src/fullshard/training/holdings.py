@@ -1,4 +1,4 @@
-"""What a rank holds: tensors between steps, counted one by one, and the memory of its process or GPU."""
+"""What a rank holds: bytes of tensors between steps, and the memory of its process or GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def memory_now(device: torch.device) -> int:
-    """What this rank takes now: allocated on its GPU, or resident in its process."""
+    """Bytes in use now: allocated on this rank's GPU, or resident in its process."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     try:
@@ -62,7 +62,7 @@ def memory_now(device: torch.device) -> int:
 
 
 def memory_peak(device: torch.device) -> int:
-    """The most so far."""
+    """The peak of the same so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -17,7 +17,7 @@ _CHARTS = {
 
 
 class Logs:
-    """Open files of a run that goes on after `step`; what earlier runs wrote beyond it is forgotten."""
+    """Open files of a run that continues after `step`; later lines of earlier runs are dropped."""
 
     def __init__(self, folder: RunFolder, tensorboard: bool, step: int) -> None:
         folder.forget_after(step)

@@ -1,7 +1,7 @@
-"""One rank's training. Without `fs.shard`, `fs.save` and what ranks tell each other it is one process's.
+"""One rank's training: as in one process, but for `fs.shard`, `fs.save` and the figures that ranks exchange.
 
-Every rank works on its part of each global batch; losses and gradients are those of the whole batch, whatever
-the number of ranks: a rank's loss is a sum over its targets, divided by the number of targets of all ranks.
+Every rank works on its part of each global batch; losses and gradients are those of the global batch, for any
+number of ranks: a rank's loss is a sum over its targets, divided by the number of targets of all ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from fullshard.training.tokens import IGNORED, Sequences
 
 
 class Watcher:
-    """What rank 0 hears of while a run goes on; on other ranks nobody listens."""
+    """Called on rank 0 during a run. This one does nothing, for the other ranks."""
 
     def step(self, line: dict[str, Any], shown: bool) -> None:
-        """A step's figures; `shown`: the newest there are."""
+        """The figures of one step; `shown` for the last of several."""
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """A validation loss."""
@@ -48,7 +48,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is given to do."""
+    """What one rank trains, on which data, and where."""
 
     settings: Settings
     subject: Subject
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass
 class Pending:
-    """Steps whose figures were not yet told to the other ranks."""
+    """Steps whose figures were not yet exchanged between ranks."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -71,56 +71,56 @@ class Run:
     """A sharded model, its optimizer, and where its training stands."""
 
     def __init__(self, job: Job) -> None:
-        said, self.job = job.settings, job
-        self.notes: list[str] = []  # what the user should know of how it is done
+        settings, self.job = job.settings, job
+        self.notes: list[str] = []  # for the user, about how the run is done
         self.model = self._sharded()
         self.notes += self._without_validation()
         self.comm = runtime_of(self.model).comm
         self.rank, self.ranks = self.comm.members.index(self.comm.world_rank), self.comm.all_ranks
-        self.optimizer = make_adamw(self.model, said.training, job.device)
+        self.optimizer = make_adamw(self.model, settings.training, job.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        fp16 = said.sharding.precision == "fp16"
+        fp16 = settings.sharding.precision == "fp16"
         self._scaler = torch.amp.GradScaler(job.device.type, enabled=fp16)
         self._batches = Batches(
-            len(job.train), said.training.sequences, seed=said.seed, rank=self.rank, ranks=self.ranks
+            len(job.train), settings.training.sequences, seed=settings.seed, rank=self.rank, ranks=self.ranks
         )
         self._saving: Saving | None = None
         self._pending = Pending()
-        self._clock_s, self._told_step = 0.0, 0
+        self._clock_s, self._figures_step = 0.0, 0
         self.saved: Path | None = None
         self.done = 0  # steps
-        # Every rank drops out other values; a resume puts back what was drawn.
-        torch.manual_seed(said.seed + 1 + self.rank)
+        # Every rank draws another dropout; a resume restores the generators.
+        torch.manual_seed(settings.seed + 1 + self.rank)
 
     # ---- before and after
 
     def _sharded(self) -> nn.Module:
-        """Values come unit by unit, the same on any number of ranks: no host ever holds the whole."""
-        subject, said = self.job.subject, self.job.settings
+        """Initialised unit by unit, alike on any number of ranks: no host ever holds the unsharded model."""
+        subject, settings = self.job.subject, self.job.settings
         if all(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers())):
             with contextlib.suppress(Uninitialised):
                 return self._shard(subject.model)
         self.notes.append(
-            f"{subject.name} cannot be built a unit at a time: every rank's host held it whole for a moment."
+            f"{subject.name} cannot be built unit by unit: each rank held all of it on its host for a moment."
         )
-        torch.manual_seed(said.seed)
-        return self._shard(models.on_host(said))
+        torch.manual_seed(settings.seed)
+        return self._shard(models.on_host(settings))
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        said = self.job.settings
-        torch.manual_seed(said.seed)
+        settings = self.job.settings
+        torch.manual_seed(settings.seed)
         return shard(
             model,
-            strategy=said.sharding.strategy,
-            precision=said.sharding.precision,
-            across=said.sharding.across,
-            checkpoint_activations=said.sharding.checkpoint_activations,
+            strategy=settings.sharding.strategy,
+            precision=settings.sharding.precision,
+            across=settings.sharding.across,
+            checkpoint_activations=settings.sharding.checkpoint_activations,
             materialize=self.job.subject.materialize,
             device=self.job.device,
         )
 
     def begin(self) -> Path | None:
-        """Take the newest checkpoint of the run, or the weights to begin with; returns the former."""
+        """Load the newest checkpoint of the run, and return it; or the initial weights, and return None."""
         newest = self.job.folder.newest()
         if newest is None:
             if self.job.subject.weights is not None:
@@ -131,7 +131,7 @@ class Run:
         except CheckpointError as error:
             if "damaged" not in error.remedy:
                 raise
-            again = "the same command then goes on from an earlier one, or begins anew"
+            again = "the same command then resumes from an earlier one, or starts again"
             raise CheckpointError(
                 error.what, f"The checkpoint is damaged; move {str(newest)!r} elsewhere: {again}."
             ) from error
@@ -144,15 +144,15 @@ class Run:
         return newest
 
     def _load(self, path: Path, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
-        """What did not go as expected is a line of the run and of its report, and no warning of Python's."""
+        """Notes of the load become lines of the run and of its report, instead of Python warnings."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = load(path, self.model, optimizer)
-        self.notes += [f"Loading {str(path)!r}: {note}." for note in found.notes]
-        return found
+            loaded = load(path, self.model, optimizer)
+        self.notes += [f"Loading {str(path)!r}: {note}." for note in loaded.notes]
+        return loaded
 
     def save(self, background: bool) -> None:
-        """A checkpoint of the steps that are done. It may go on in the background; the next one waits."""
+        """A checkpoint after the steps so far, in the background if requested; the next one waits for it."""
         path = self.job.folder.checkpoint(self.done)
         extra = {"step": self.done, "scaler": self._scaler.state_dict()}
         keep = self.job.settings.checkpoints.keep_last
@@ -162,7 +162,7 @@ class Run:
         self.saved = path
 
     def save_last(self) -> None:
-        """At the end of a run, however it ends: what was done is on disk."""
+        """At the end of a run, however it ends: all steps so far are on disk."""
         if self.saved != self.job.folder.checkpoint(self.done):
             self.save(background=False)
         if self._saving is not None:
@@ -171,21 +171,21 @@ class Run:
     # ---- steps
 
     def train(self, watcher: Watcher, stop: StopRequest) -> int:
-        """Go on to the last step; returns what it was stopped by, or 0."""
-        said = self.job.settings
+        """Train to the last step; returns what stopped it, or 0."""
+        settings = self.job.settings
         self.model.train()
         if self.done == 0:
             self._evaluate(watcher)
-        self._clock_s, self._told_step = time.monotonic(), self.done
-        while self.done < said.training.steps:
+        self._clock_s, self._figures_step = time.monotonic(), self.done
+        while self.done < settings.training.steps:
             self._step(self.done)
             self.done += 1
-            last = self.done == said.training.steps
-            evaluates = last or _due(self.done, said.evaluation.every)
-            saves = not last and _due(self.done, said.checkpoints.every)
-            if not (evaluates or saves or _due(self.done, said.logging.every)):
+            last = self.done == settings.training.steps
+            evaluates = last or _due(self.done, settings.evaluation.every)
+            saves = not last and _due(self.done, settings.checkpoints.every)
+            if not (evaluates or saves or _due(self.done, settings.logging.every)):
                 continue
-            stopped = self._tell(watcher, stop.asked())
+            stopped = self._exchange_figures(watcher, stop.requested())
             if evaluates:
                 self._evaluate(watcher)
             if stopped:
@@ -195,10 +195,10 @@ class Run:
         return 0
 
     def _step(self, step: int) -> None:
-        said = self.job.settings.training
-        # Cleared at the start, so that the last step's gradients are still there to be weighed.
+        training = self.job.settings.training
+        # Cleared at the start, so that the last step's gradients still count in what a rank holds.
         self.optimizer.zero_grad()
-        rate = learning_rate(step, said)
+        rate = learning_rate(step, training)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         indices = self._batches.indices(step)
@@ -216,7 +216,9 @@ class Run:
                 self._scaler.scale(total * (self.ranks / num_targets)).backward()  # type: ignore[no-untyped-call]
             loss += total.detach() / num_targets
         self._scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if said.clip is None else said.clip)
+        norm = nn.utils.clip_grad_norm_(
+            self._parameters, math.inf if training.clip is None else training.clip
+        )
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self._pending.lines.append({"kind": "train", "step": step + 1, "learning_rate": rate})
@@ -231,28 +233,28 @@ class Run:
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
 
-    def _tell(self, watcher: Watcher, asked: int) -> int:
-        """Bring the steps' figures together; ranks learn the same, so all stop at the same step."""
+    def _exchange_figures(self, watcher: Watcher, stop: int) -> int:
+        """Sum the figures of recent steps over ranks, and agree on whether to stop after this step."""
         pending, self._pending = self._pending, Pending()
         mine = torch.stack(pending.losses).double().tolist()
         norms = torch.stack(pending.norms).tolist()
-        rows = self.comm.all_gather_ints([asked, holdings.memory_now(self.job.device), *map(_as_bits, mine)])
+        rows = self.comm.all_gather_ints([stop, holdings.memory_now(self.job.device), *map(_as_bits, mine)])
         now_s = time.monotonic()
-        said = self.job.settings.training
-        a_step = said.sequences * said.sequence_length
-        rate = (self.done - self._told_step) * a_step / max(now_s - self._clock_s, 1e-9)
+        training = self.job.settings.training
+        tokens_per_step = training.sequences * training.sequence_length
+        rate = (self.done - self._figures_step) * tokens_per_step / max(now_s - self._clock_s, 1e-9)
         for index, (line, norm) in enumerate(zip(pending.lines, norms, strict=True)):
             line["loss"] = sum(_from_bits(int(bits)) for bits in rows[:, 2 + index])
-            # JSON has no infinity; with fp16 the first norms may be infinite, and such steps are left out.
+            # JSON has no infinity; with fp16 the first norms may be infinite, and such steps are skipped.
             line |= {
                 "gradient_norm": norm if math.isfinite(norm) else None,
-                "tokens": line["step"] * a_step,
+                "tokens": line["step"] * tokens_per_step,
                 "tokens_per_s": rate,
             }
             line["memory"] = [int(held) for held in rows[:, 1]]
             self._refuse_not_finite(line)
             watcher.step(line, shown=index == len(norms) - 1)
-        self._clock_s, self._told_step = time.monotonic(), self.done
+        self._clock_s, self._figures_step = time.monotonic(), self.done
         return next((int(a) for a in rows[:, 0] if a), 0)
 
     def _refuse_not_finite(self, line: dict[str, Any]) -> None:
@@ -274,11 +276,11 @@ class Run:
 
     def _without_validation(self) -> list[str]:
         """Why there is no validation loss where one is expected."""
-        data, said = self.job.validation, self.job.settings
-        if not said.evaluation.every or (data is None and not said.data.validation_fraction):
+        data, settings = self.job.validation, self.job.settings
+        if not settings.evaluation.every or (data is None and not settings.data.validation_fraction):
             return []
         if data is None:
-            share = f"{said.data.validation_fraction:.3g} of {len(self.job.train)} sequences"
+            share = f"{settings.data.validation_fraction:.3g} of {len(self.job.train)} sequences"
             return [
                 f"No validation loss: {share} is less than one. Give more text, data.validation, or a larger "
                 "data.validation_fraction."
@@ -288,26 +290,25 @@ class Run:
         return []
 
     def _validated(self, data: Sequences) -> list[int]:
-        """The sequences that are validated with, spread over all of them."""
-        wanted = min(len(data), self.job.settings.evaluation.sequences)
-        return [index * len(data) // wanted for index in range(wanted)]
+        """Indices of the sequences for the validation loss, spread evenly over `data`."""
+        count = min(len(data), self.job.settings.evaluation.sequences)
+        return [index * len(data) // count for index in range(count)]
 
     @torch.no_grad()
     def _evaluate(self, watcher: Watcher) -> None:
-        """The mean loss over the validation sequences. Ranks make equally many forwards; what is over in the
-        last one are sequences whose targets do not count."""
-        data, said = self.job.validation, self.job.settings
-        if data is None or not said.evaluation.every:
+        """The mean loss over the validation sequences. All ranks run the same number of forwards; the last is
+        padded with sequences whose targets are ignored."""
+        data, settings = self.job.validation, self.job.settings
+        if data is None or not settings.evaluation.every:
             return
         begun_s = time.monotonic()
         chosen = self._validated(data)
-        wanted = len(chosen)
-        size = said.training.sequences // self.ranks // micro_batches(said, self.ranks)
+        size = settings.training.sequences // self.ranks // micro_batches(settings, self.ranks)
         total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
         self.model.eval()
-        for first in range(0, wanted, size * self.ranks):
+        for first in range(0, len(chosen), size * self.ranks):
             mine = range(first + self.rank * size, first + (self.rank + 1) * size)
-            inputs, targets = self._padded(data, [chosen[i] for i in mine if i < wanted], size)
+            inputs, targets = self._padded(data, [chosen[i] for i in mine if i < len(chosen)], size)
             total += self._summed_loss(inputs, targets).double()
             count += int((targets != IGNORED).sum())
         self.model.train()
@@ -315,8 +316,10 @@ class Run:
         targets_of_all = int(rows[:, 1].sum())
         if targets_of_all:  # prompts alone have no loss; 0 would look like a perfect one
             mean = sum(_from_bits(int(bits)) for bits in rows[:, 0]) / targets_of_all
-            watcher.evaluated({"kind": "validation", "step": self.done, "loss": mean, "sequences": wanted})
-        self._clock_s += time.monotonic() - begun_s  # training's speed is without it
+            watcher.evaluated(
+                {"kind": "validation", "step": self.done, "loss": mean, "sequences": len(chosen)}
+            )
+        self._clock_s += time.monotonic() - begun_s  # not counted in the speed of training
 
     def _padded(self, data: Sequences, indices: SequenceOf[int], size: int) -> tuple[Tensor, Tensor]:
         missing = size - len(indices)
@@ -327,8 +330,8 @@ class Run:
 
     # ---- at the end
 
-    def tell_holdings(self) -> tuple[list[dict[str, int]], list[int]]:
-        """What every rank holds at rest, and the most it took."""
+    def gather_holdings(self) -> tuple[list[dict[str, int]], list[int]]:
+        """The bytes that every rank holds at rest, and the peak of its memory."""
         mine = holdings.at_rest(self.model, self.optimizer)
         sizes = [mine.parameters, mine.gradients, mine.optimizer_state]
         rows = self.comm.all_gather_ints([*sizes, holdings.memory_peak(self.job.device)]).tolist()
@@ -340,7 +343,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _as_bits(value: float) -> int:
-    """Ranks tell each other whole numbers."""
+    """A float as the integer that ranks exchange."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 

@@ -21,7 +21,7 @@ from fullshard.training.settings import Settings
 
 @dataclass(frozen=True)
 class Subject:
-    """A model before it is sharded, and how it is used. `weights`: what it is to begin with."""
+    """A model before it is sharded, and how it is used. `weights`: the checkpoint that it starts from."""
 
     model: nn.Module  # on the meta device
     materialize: Callable[[nn.Module], Any] | None
@@ -75,7 +75,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _weights(settings: Settings) -> Path | None:
-    """The checkpoint to begin with, if it is one."""
+    """The checkpoint to start from, if there is one."""
     key = "model.path" if settings.model.path is not None else "model.weights"
     path = settings.model.path or settings.model.weights
     if path is None:
@@ -105,7 +105,7 @@ def config_file(settings: Settings) -> Path | None:
 
 
 def fingerprint(settings: Settings) -> dict[str, str]:
-    """Of a model's own config, what must not change while a run goes on."""
+    """The part of a model's own config that must not change when a run is resumed."""
     path = config_file(settings)
     if path is None:
         return {}
@@ -122,7 +122,7 @@ def _hugging_face(settings: Settings) -> Subject:
 
 
 def on_host(settings: Settings) -> nn.Module:
-    """A model of transformers' with its first values, whole: for those that their `__init__` alone gives."""
+    """A transformers model on the host, for those whose initial values only their `__init__` sets."""
     with torch.device("cpu"):
         return _of_config(settings)  # type: ignore[no-any-return]
 
@@ -148,10 +148,10 @@ def _of_config(settings: Settings) -> Any:
 
 def _read_config(transformers: Any, file: Path) -> Any:
     try:
-        said = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise OptionError(f"{str(file)!r} cannot be read as JSON: {error}", "Mend it.") from None
-    kind = said.get("model_type") if isinstance(said, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise OptionError(
             f"{str(file)!r} is of an unknown architecture: model_type is {kind!r}",

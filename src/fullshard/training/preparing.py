@@ -1,4 +1,4 @@
-"""What can be done, and refused, before ranks are started: config, texts, tokens, model, output folder."""
+"""All that is done and checked before ranks are started: config, texts, tokens, model, output folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fullshard.training.tokens import Row, Sequences, read, row_of, split
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that a rank needs beside the settings."""
+    """Everything that a rank needs in addition to the settings."""
 
     tokenizer: Tokenizer
     train: Row
@@ -29,7 +29,7 @@ class Prepared:
     fixed: Mapping[str, Any]
 
     def rows(self) -> dict[str, str | None]:
-        """For ranks on this machine, so that they need not look at the texts again."""
+        """For ranks on this machine, so that they need not read the texts again."""
         return {
             "train": str(self.train.folder),
             "validation": None if self.validation is None else str(self.validation.folder),
@@ -44,12 +44,12 @@ class Prepared:
 
 
 def prepare(settings: Settings, rows: Mapping[str, str | None] | None = None) -> Prepared:
-    """Check everything that needs no rank, and have the texts as tokens. Nothing of a run changes."""
+    """Check everything that needs no rank, and tokenize the texts. Nothing of a run changes."""
     folder = RunFolder(settings.output)
     folder.refuse_strangers()
     if settings.logging.tensorboard:
         need_tensorboard()
-    fingerprint = models.fingerprint(settings)  # a missing config is told before anything else is looked at
+    fingerprint = models.fingerprint(settings)  # first: a missing config is reported before other problems
     tokenizer = make_tokenizer(settings)
     if rows is None:
         train, validation = _rows(settings, tokenizer, settings.data.cache or folder.tokens)
@@ -73,15 +73,15 @@ def need_tensorboard() -> Any:
 def make_tokenizer(settings: Settings) -> Tokenizer:
     if uses_bytes(settings):
         return Bytes()
-    said = settings.data.tokenizer
-    if said is None:
+    tokenizer = settings.data.tokenizer
+    if tokenizer is None:
         assert settings.model.path is not None
         return HuggingFace(settings.model.path, "model.path")
-    if not said.exists():
+    if not tokenizer.exists():
         raise OptionError(
-            f"'data.tokenizer': there is no {str(said)!r}", "Give a folder, a tokenizer.json, or bytes."
+            f"'data.tokenizer': there is no {str(tokenizer)!r}", "Give a folder, a tokenizer.json, or bytes."
         )
-    return HuggingFace(said, "data.tokenizer")
+    return HuggingFace(tokenizer, "data.tokenizer")
 
 
 def _rows(settings: Settings, tokenizer: Tokenizer, cache: Path) -> tuple[Row, Row | None]:
@@ -120,7 +120,7 @@ def _check_lengths(settings: Settings, train: Row, validation: Row | None) -> No
 
 
 def choose_device(settings: Settings, local_ranks: int) -> torch.device:
-    """A GPU for each rank of this machine, or the CPU; GPUs that were asked for must be there."""
+    """A GPU for each rank of this machine, or the CPU; requested GPUs must exist."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if settings.device == "cuda" and gpus < local_ranks:
         raise OptionError(

@@ -147,14 +147,14 @@ def _charts(train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str
 
 
 def _memory(summary: Mapping[str, Any]) -> str:
-    held, whole, peaks = summary.get("held"), summary.get("whole"), summary.get("peaks")
-    if not held or not whole or not peaks:
+    held, unsharded, peaks = summary.get("held"), summary.get("whole"), summary.get("peaks")
+    if not held or not unsharded or not peaks:
         return ""
     kinds = ("parameters", "gradients", "optimizer_state", "total")
     rows = [(f"rank {rank}", one, size(peaks[rank])) for rank, one in enumerate(held)]
-    rows.append(("one unsharded process", whole, ""))
+    rows.append(("one unsharded process", unsharded, ""))
     cells = [
-        [name, *(size(one[kind]) for kind in kinds), f"{one['total'] / whole['total']:.1%}", peak]
+        [name, *(size(one[kind]) for kind in kinds), f"{one['total'] / unsharded['total']:.1%}", peak]
         for name, one, peak in rows
     ]
     note = "allocated on its GPU" if summary.get("device") == "cuda" else "resident in its process"
@@ -189,9 +189,9 @@ def _plan(summary: Mapping[str, Any]) -> str:
 
 
 def _versions(summary: Mapping[str, Any]) -> str:
-    said = summary.get("versions", {})
+    versions = summary.get("versions", {})
     return "<h2>Versions</h2>" + _table(
-        "versions", ["what", "version"], [[k, str(v)] for k, v in said.items()]
+        "versions", ["what", "version"], [[k, str(v)] for k, v in versions.items()]
     )
 
 

@@ -21,7 +21,7 @@ from fullshard.version import VERSION
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run came to its end, as all ranks know it."""
+    """How a run ended, as all ranks know it."""
 
     status: str
     held: list[dict[str, int]]
@@ -31,40 +31,40 @@ class Ending:
 
 
 class Reporter(Watcher):
-    """Hears of every step, shows it and writes it down."""
+    """Shows every step and writes it down."""
 
     def __init__(self, job: Job, run: Run, quiet: bool) -> None:
         self._job, self._folder = job, job.folder
-        said = job.settings
-        self.display = Display(said.training.steps, quiet)
-        self._logs = Logs(job.folder, said.logging.tensorboard, run.done)
+        settings = job.settings
+        self.display = Display(settings.training.steps, quiet)
+        self._logs = Logs(job.folder, settings.logging.tensorboard, run.done)
         self._begun_s = time.time()
         self._summary = _describe(job, run)
         earlier = job.folder.read("summary.json") or {}
-        # Of a run that was done already all stays as it was: these ranks, as many as they are, did nothing.
-        of_before = ("held", "peaks", "sample") if run.done < said.training.steps else tuple(earlier)
+        # The summary of a run that was done already stays as it was: these ranks did nothing.
+        kept = ("held", "peaks", "sample") if run.done < settings.training.steps else tuple(earlier)
         if run.done:
-            self._summary |= {name: earlier[name] for name in of_before if name in earlier}
+            self._summary |= {name: earlier[name] for name in kept if name in earlier}
         self._summary["seconds_before"] = earlier.get("seconds", 0.0) if run.done else 0.0
         self._write(f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
     def open(self, run: Run, resumed: str | None) -> None:
-        said, subject = self._job.settings, self._job.subject
-        sharding = said.sharding
+        settings, subject = self._job.settings, self._job.subject
+        sharding = settings.sharding
         where = "one GPU each" if self._job.device.type == "cuda" else "on the CPU"
         memory = "allocated on its GPU" if self._job.device.type == "cuda" else "resident in its process"
-        tokens = len(self._job.train) * said.training.sequence_length
+        tokens = len(self._job.train) * settings.training.sequence_length
         lines = [
             f"{subject.name} of {subject.num_parameters:,} parameters, {tokens:,} tokens to train on.",
             f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {sharding.precision}.",
             f"Memory is each rank's, {memory}.",
         ]
         lines += run.notes
-        if run.done >= said.training.steps:
+        if run.done >= settings.training.steps:
             lines.append(f"All {run.done} steps were done already.")
         elif resumed is not None:
-            lines.append(f"Goes on after step {run.done} of {said.training.steps}, from {resumed}.")
-        self.display.say("\n".join(lines))
+            lines.append(f"Resumes after step {run.done} of {settings.training.steps}, from {resumed}.")
+        self.display.show("\n".join(lines))
         self.display.start(run.done)
 
     def step(self, line: dict[str, Any], shown: bool) -> None:
@@ -76,8 +76,8 @@ class Reporter(Watcher):
         self._logs.write(line)
         self.display.evaluated(line["step"], line["loss"])
 
-    def close(self, ending: Ending, go_on: str) -> None:
-        """Everything that is left to say, on paper and on the screen."""
+    def close(self, ending: Ending, resume: str) -> None:
+        """Write the summary and the report, and show the last lines."""
         self.display.stop()
         self._logs.close()
         if ending.held:
@@ -86,23 +86,23 @@ class Reporter(Watcher):
             self._summary["sample"] = ending.sample
         self._write(ending.status)
         report = write_report(self._folder)
-        self._say_losses()
+        self._show_losses()
         if ending.held:
             self.display.held(ending.held, self._summary["whole"], ending.peaks)
         if ending.sample:
             self.display.sample(ending.sample)
-        self.display.say(f"{ending.status[0].upper()}{ending.status[1:]}.")
+        self.display.show(f"{ending.status[0].upper()}{ending.status[1:]}.")
         if ending.model_saved:
-            self.display.say(f"Model: {self._folder.model}")
-        if go_on:
-            self.display.say(go_on)
-        self.display.say(f"Report: {report}")
+            self.display.show(f"Model: {self._folder.model}")
+        if resume:
+            self.display.show(resume)
+        self.display.show(f"Report: {report}")
 
-    def _say_losses(self) -> None:
+    def _show_losses(self) -> None:
         lines = [line for line in self._folder.read_metrics() if line["kind"] == "train"]
         if lines:
             first, last = lines[0], lines[-1]
-            self.display.say(
+            self.display.show(
                 f"Loss {first['loss']:.3f} at step {first['step']}, "
                 f"{last['loss']:.3f} at step {last['step']}."
             )
@@ -113,9 +113,9 @@ class Reporter(Watcher):
 
 
 def _describe(job: Job, run: Run) -> dict[str, Any]:
-    """What is known of a run from its beginning."""
+    """What is known of a run at its beginning."""
     planned = plan(run.model)
-    whole = planned.strategy == "replicate"
+    replicated = planned.strategy == "replicate"
     tensors = sum(1 for p in run.model.parameters() if p.requires_grad)
     return {
         "model": job.subject.name,
@@ -129,7 +129,7 @@ def _describe(job: Job, run: Run) -> dict[str, Any]:
             {
                 "name": unit.name,
                 "elements": unit.num_elements,
-                "rest": sum(lane.rest_bytes(whole) for lane in unit.lanes),
+                "rest": sum(lane.rest_bytes(replicated) for lane in unit.lanes),
                 "full": unit.full_bytes,
                 "gathers": gathers,
             }
@@ -143,12 +143,12 @@ def _describe(job: Job, run: Run) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"fullshard": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {"fullshard": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     for library in ("numpy", "transformers", "tokenizers"):
         try:
-            found[library] = metadata.version(library)
+            versions[library] = metadata.version(library)
         except metadata.PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["GPU"] = torch.cuda.get_device_name()
-    return found
+        versions["GPU"] = torch.cuda.get_device_name()
+    return versions

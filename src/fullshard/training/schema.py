@@ -1,4 +1,4 @@
-"""From what a YAML file says to frozen dataclasses, each value checked once, by its dotted key."""
+"""From a YAML file to frozen dataclasses, each value checked once, by its dotted key."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Given:
 
 @dataclass(frozen=True)
 class Source:
-    """Where values come from: what messages call it, and the folder that its paths start at."""
+    """Where values come from: its name in messages, and the folder that its paths are relative to."""
 
     name: str
     folder: Path
 
 
-def build(kind: type[T], said: Any, source: Source, key: str = "") -> T:
+def build(kind: type[T], given: Any, source: Source, key: str = "") -> T:
     """An instance of a dataclass from a mapping; every key must be known and every value fit its type."""
-    said, source = _unpacked(said, source)
-    if said is None:
-        said = {}
-    if not isinstance(said, Mapping):
-        raise _wrong(source, key, said, "a mapping of keys to values")
+    given, source = _unpacked(given, source)
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise _wrong(source, key, given, "a mapping of keys to values")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name in said:
+    for name in given:
         if name not in fields:
-            raise _unknown(_source_of(said[name], source), _join(key, name), list(fields))
+            raise _unknown(_source_of(given[name], source), _join(key, name), list(fields))
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, field in fields.items():
         here = _join(key, name)
-        if name in said:
-            values[name] = _value(hints[name], said[name], source, here)
+        if name in given:
+            values[name] = _value(hints[name], given[name], source, here)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise OptionError(f"{here!r} is missing in {source.name}", f"Add it: {_purpose(field)}.")
     return kind(**values)
@@ -62,72 +62,72 @@ def _join(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _unpacked(said: Any, source: Source) -> tuple[Any, Source]:
-    if isinstance(said, Given):
-        return said.value, Source("--set", Path.cwd())
-    return said, source
+def _unpacked(given: Any, source: Source) -> tuple[Any, Source]:
+    if isinstance(given, Given):
+        return given.value, Source("--set", Path.cwd())
+    return given, source
 
 
-def _source_of(said: Any, source: Source) -> Source:
-    """Who named a section that is not known: --set, if all that is in it comes from there."""
-    if isinstance(said, dict) and said:
-        found = [_source_of(inner, source) for inner in said.values()]
-        return found[0] if all(one != source for one in found) else source
-    return _unpacked(said, source)[1]
+def _source_of(given: Any, source: Source) -> Source:
+    """The source of an unknown section: --set, if everything in it comes from there."""
+    if isinstance(given, dict) and given:
+        sources = [_source_of(inner, source) for inner in given.values()]
+        return sources[0] if all(one != source for one in sources) else source
+    return _unpacked(given, source)[1]
 
 
-def _value(kind: Any, said: Any, source: Source, key: str) -> Any:
-    said, source = _unpacked(said, source)
+def _value(kind: Any, given: Any, source: Source, key: str) -> Any:
+    given, source = _unpacked(given, source)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        if said is None and type(None) in arguments:
+        if given is None and type(None) in arguments:
             return None
         (kind,) = (a for a in arguments if a is not type(None))
-        return _value(kind, said, source, key)
+        return _value(kind, given, source, key)
     if origin is typing.Literal:
-        # YAML reads a plain `off` or `on` as a truth value; no choice of ours is spelled so.
-        if said not in arguments or isinstance(said, bool):
-            near = difflib.get_close_matches(str(said), map(str, arguments), n=1)
+        # YAML reads a plain `off` or `on` as a truth value; no choice is spelled so.
+        if given not in arguments or isinstance(given, bool):
+            near = difflib.get_close_matches(str(given), map(str, arguments), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             choices = ", ".join(map(str, arguments))
-            raise OptionError(f"{key!r} in {source.name} is {said!r}", f"Choose one of {choices}.{hint}")
-        return said
+            raise OptionError(f"{key!r} in {source.name} is {given!r}", f"Choose one of {choices}.{hint}")
+        return given
     if origin is tuple:
-        items = list(said) if isinstance(said, list | tuple) else [said]
+        items = list(given) if isinstance(given, list | tuple) else [given]
         return tuple(_value(arguments[0], item, source, f"{key}[{i}]") for i, item in enumerate(items))
     if dataclasses.is_dataclass(kind):
-        return build(typing.cast(type, kind), said, source, key)
-    return _plain(kind, said, source, key)
+        return build(typing.cast(type, kind), given, source, key)
+    return _plain(kind, given, source, key)
 
 
-def _plain(kind: Any, said: Any, source: Source, key: str) -> Any:
+def _plain(kind: Any, given: Any, source: Source, key: str) -> Any:
     if kind is Path:
-        if not isinstance(said, str) or not said:
-            raise _wrong(source, key, said, "a path")
-        return Path(os.path.normpath(source.folder / Path(said).expanduser()))
+        if not isinstance(given, str) or not given:
+            raise _wrong(source, key, given, "a path")
+        return Path(os.path.normpath(source.folder / Path(given).expanduser()))
     if kind is float:
-        number = _number(said)
+        number = _number(given)
         if number is None:
-            raise _wrong(source, key, said, "a number")
+            raise _wrong(source, key, given, "a number")
         return number
-    if type(said) is not kind:
+    if type(given) is not kind:
         names = {int: "a whole number", str: "a text", bool: "true or false"}
-        raise _wrong(source, key, said, names[kind])
-    return said
+        raise _wrong(source, key, given, names[kind])
+    return given
 
 
-def _number(said: Any) -> float | None:
-    if isinstance(said, bool) or not isinstance(said, int | float | str):
+def _number(given: Any) -> float | None:
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
         return None
     try:
-        return float(said)  # also of a text: YAML 1.1 reads 3e-4, without a point, as one
+        return float(given)  # also of a text: YAML 1.1 reads 3e-4, without a point, as one
     except ValueError:
         return None
 
 
-def _wrong(source: Source, key: str, said: Any, wanted: str) -> OptionError:
+def _wrong(source: Source, key: str, given: Any, expected: str) -> OptionError:
     what = f"{key!r} in {source.name}" if key else source.name
-    return OptionError(f"{what} is {said!r}, a {type(said).__name__}", f"Give {wanted}.")
+    return OptionError(f"{what} is {given!r}, a {type(given).__name__}", f"Give {expected}.")
 
 
 def _unknown(source: Source, key: str, known: list[str]) -> OptionError:
@@ -138,13 +138,13 @@ def _unknown(source: Source, key: str, known: list[str]) -> OptionError:
     return OptionError(f"unknown key {key!r} in {source.name}", remedy)
 
 
-def apply_override(said: dict[str, Any], text: str, parse: Any) -> None:
-    """Put `key.path=value` into what a file said; the value is YAML."""
+def apply_override(given: dict[str, Any], text: str, parse: Any) -> None:
+    """Put `key.path=value` into the values of a file; the value is YAML."""
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
         raise OptionError(f"--set got {text!r}", "Write it as --set section.key=value.")
-    place = said
+    place = given
     for name in names[:-1]:
         inner = place.get(name)
         if isinstance(inner, Given) and isinstance(inner.value, dict):

@@ -1,4 +1,4 @@
-"""A rank's part of a run, from its first check to its last line."""
+"""One rank's part of a run, from its first check to its last line."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from fullshard.training.sampling import write_sample
 from fullshard.training.settings import Settings, check_ranks, load
 from fullshard.training.stopping import TIME_IS_UP, StopRequest
 
+_ON_ALL_RANKS = "raised_on_all_ranks"  # an attribute of an error
+
 
 @dataclass(frozen=True)
-class Wish:
-    """What a rank was started with. `rows`: tokens that its launcher made; None: no launcher of ours."""
+class RankArguments:
+    """How a rank was started. `rows`: tokens that `fullshard train` made; None under a plain torchrun."""
 
     config: Path
     overrides: Sequence[str]
     quiet: bool
     rows: Mapping[str, str | None] | None = None
-    note: Path | None = None  # the launcher's word to stop
+    note: Path | None = None  # a file that the launcher writes to stop the run
 
     def command(self, ranks: int) -> str:
-        """What to type to go on."""
+        """The command that resumes the run."""
         words = ["fullshard", "train", str(self.config)]
         words += [] if self.rows is None else ["--ranks", str(ranks)]
         for text in self.overrides:
@@ -48,37 +50,38 @@ class Wish:
         return shlex.join(words)
 
 
-def run_rank(wish: Wish) -> int:
+def run_rank(arguments: RankArguments) -> int:
     """Train as one rank of those that torchrun started; returns what stopped it, or 0.
 
-    What is wrong on one rank before training is raised by all, the same.
+    A problem on one rank before training is raised on all ranks.
     """
     share_cores()
     groups.start()
     with contextlib.ExitStack() as stack:
-        with _told_once():
-            job, prepared = _together(lambda: _look(wish, stack))
+        with _raised_on_all_ranks():
+            job, prepared = _together(lambda: _check_and_build(arguments, stack))
             run = Run(job)
             resumed = run.begin()
-        stop = StopRequest(job.settings.training.time_limit_s, wish.note)
+        stop = StopRequest(job.settings.training.time_limit_s, arguments.note)
         stack.enter_context(stop.listening())
-        stopped = _train(wish, prepared, run, resumed, stop)
+        stopped = _train(arguments, prepared, run, resumed, stop)
         end_groups()
         return stopped
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """What fails in here fails on every rank alike, so that one of them may speak for all."""
+def _raised_on_all_ranks() -> Iterator[None]:
+    """Marks errors that every rank raises, so that only rank 0 prints them."""
     try:
         yield
     except FullshardError as error:
-        error.__dict__["told_by_rank_0"] = True
+        error.__dict__[_ON_ALL_RANKS] = True
         raise
 
 
-def is_told_by_another(error: Exception) -> bool:
-    return groups.own_rank() != 0 and "told_by_rank_0" in error.__dict__
+def is_printed_by_rank_0(error: Exception) -> bool:
+    """Whether this is another rank, and the error is raised on all."""
+    return groups.own_rank() != 0 and _ON_ALL_RANKS in error.__dict__
 
 
 def _together(work: Callable[[], tuple[Job, Prepared]]) -> tuple[Job, Prepared]:
@@ -94,19 +97,19 @@ def _together(work: Callable[[], tuple[Job, Prepared]]) -> tuple[Job, Prepared]:
 
 
 def share_cores() -> None:
-    """The machine's cores divided between its ranks, unless fewer were asked for already."""
+    """Divide the machine's cores between its ranks, unless fewer threads are set already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // environment.launch().local_ranks)))
 
 
-def _look(wish: Wish, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
-    settings = load(wish.config, wish.overrides)
+def _check_and_build(arguments: RankArguments, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
+    settings = load(arguments.config, arguments.overrides)
     check_ranks(settings, groups.rank_count())
     device = choose_device(settings, environment.launch().local_ranks)
-    prepared = prepare(settings, wish.rows)
+    prepared = prepare(settings, arguments.rows)
     subject = models.build(settings, prepared.tokenizer.size)
     folder = RunFolder(settings.output)
-    if wish.rows is None and groups.own_rank() == 0:
+    if arguments.rows is None and groups.own_rank() == 0:
         stack.callback(os.close, folder.lock())
         folder.begin(prepared.fixed, settings.as_dict())
     train, validation = prepared.sequences(settings)
@@ -115,25 +118,27 @@ def _look(wish: Wish, stack: contextlib.ExitStack) -> tuple[Job, Prepared]:
     return Job(settings, subject, train, validation, folder, device), prepared
 
 
-def _train(wish: Wish, prepared: Prepared, run: Run, resumed: Path | None, stop: StopRequest) -> int:
+def _train(
+    arguments: RankArguments, prepared: Prepared, run: Run, resumed: Path | None, stop: StopRequest
+) -> int:
     job, settings = run.job, run.job.settings
-    reporter = Reporter(job, run, wish.quiet) if run.rank == 0 else None
+    reporter = Reporter(job, run, arguments.quiet) if run.rank == 0 else None
     if reporter is not None:
         reporter.open(run, None if resumed is None else str(resumed))
     stopped, steps = 0, run.done
     if run.done < settings.training.steps:
         stopped = run.train(reporter or Watcher(), stop)
         run.save_last()
-    held, peaks = run.tell_holdings() if run.done > steps else ([], [])
+    held, peaks = run.gather_holdings() if run.done > steps else ([], [])
     sample, finished = "", run.done >= settings.training.steps
-    # Not after a signal: whoever sent it may not wait long.
+    # Not after a signal, whose sender may not wait long.
     if settings.sample.tokens and run.done > steps and stopped <= 0:
         sample = write_sample(run.model, job.subject, prepared.tokenizer, settings.sample, job.device)
     if finished:
         _save_model(job, run, prepared)
     if reporter is not None:
         ending = Ending(_status(run, stopped, settings), held, peaks, sample, finished)
-        reporter.close(ending, "" if finished else f"To go on: {wish.command(run.ranks)}")
+        reporter.close(ending, "" if finished else f"To resume: {arguments.command(run.ranks)}")
     return 0 if finished else stopped
 
 
@@ -145,10 +150,10 @@ def _status(run: Run, stopped: int, settings: Settings) -> str:
 
 
 def _save_model(job: Job, run: Run, prepared: Prepared) -> None:
-    """The model alone, to be used, with its tokenizer beside it."""
+    """The model alone, for use, together with its tokenizer."""
     folder, dtype = job.folder.model, job.settings.checkpoints.model_dtype
     made = {"step": run.done, "dtype": dtype}
-    is_new = _made_of(folder) != made  # a run that went on with more steps has another model by now
+    is_new = _made_of(folder) != made  # a run that was resumed with more steps has another model now
     if is_new:
         save(folder, run.model, extra=made, dtype=DTYPES[dtype])
     # A run that was killed right after the save has a model without its tokenizer.
@@ -157,7 +162,7 @@ def _save_model(job: Job, run: Run, prepared: Prepared) -> None:
 
 
 def _made_of(folder: Path) -> dict[str, object]:
-    """Of which step a model is, and in which dtype; empty where there is none."""
+    """The step and the dtype that a saved model is of; empty if there is none."""
     try:
         return dict(read_manifest(folder).extra) if is_checkpoint(folder) else {}
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a run is asked to do: the config file, as frozen dataclasses, and what may not change in a run."""
+"""The config file of a run as frozen dataclasses, and which values may not change in a run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Logging:
-    """What is written down on the way."""
+    """What is logged during training."""
 
     every: int = 1
     tensorboard: bool = True
@@ -139,7 +139,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole config file."""
+    """A config file."""
 
     output: Path = field(metadata={"purpose": "the folder that the run writes to"})
     model: Model = field(metadata={"purpose": "a section with gpt, path or config"})
@@ -189,26 +189,26 @@ _FIXED = (
 
 
 def fixed_values(settings: Settings) -> dict[str, Any]:
-    """By key, what must be the same when a run goes on."""
-    found: dict[str, Any] = {}
+    """By key, the values that must be the same when a run is resumed."""
+    values: dict[str, Any] = {}
     for key in _FIXED:
         value: Any = settings
         for name in key.split("."):
             value = getattr(value, name)
-        found["training.batch_size" if key == "training.sequences" else key] = _plain(
+        values["training.batch_size" if key == "training.sequences" else key] = _plain(
             dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
         )
     if settings.training.schedule != "constant":
-        found["training.steps"] = settings.training.steps
-    return found
+        values["training.steps"] = settings.training.steps
+    return values
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Read a config file, put `--set` values over it, and check every value."""
-    said = _read(path)
+    config = _read(path)
     for text in overrides:
-        apply_override(said, text, _parse_yaml)
-    settings = build(Settings, said, Source(str(path), path.resolve().parent))
+        apply_override(config, text, _parse_yaml)
+    settings = build(Settings, config, Source(str(path), path.resolve().parent))
     _check(settings, str(path))
     return settings
 
@@ -220,19 +220,19 @@ def _read(path: Path) -> dict[str, Any]:
         raise OptionError(f"there is no config file {str(path)!r}", "Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"cannot read the config {str(path)!r}: {error}", "Give a YAML file.") from error
-    said = _parse_yaml(text, str(path))
-    if not isinstance(said, dict):
-        kind = "is empty" if said is None else f"holds a {type(said).__name__}"
+    config = _parse_yaml(text, str(path))
+    if not isinstance(config, dict):
+        kind = "is empty" if config is None else f"holds a {type(config).__name__}"
         raise OptionError(f"{path} {kind}", "A config is a mapping; `fullshard train --example` prints one.")
-    return said
+    return config
 
 
 def uses_bytes(settings: Settings) -> bool:
-    """Whether the tokens are bytes: as `data.tokenizer: bytes` says, or where nothing brings a tokenizer."""
-    said = settings.data.tokenizer
-    if said is None:
+    """Whether the tokens are bytes: by `data.tokenizer: bytes`, or where no tokenizer is given."""
+    tokenizer = settings.data.tokenizer
+    if tokenizer is None:
         return settings.model.path is None
-    return said.name == "bytes" and not said.exists()
+    return tokenizer.name == "bytes" and not tokenizer.exists()
 
 
 def _parse_yaml(text: str, name: str) -> Any:
@@ -251,7 +251,7 @@ def _parse_yaml(text: str, name: str) -> Any:
 
 
 def _refuse_repeated(yaml: Any, node: Any, name: str, seen: set[int]) -> None:
-    """A key that is given twice: of the two values the library would take the last without a word."""
+    """A key that is given twice: the library would silently take the last value."""
     if node is None or id(node) in seen:  # a reference may lead back to where it stands
         return
     seen.add(id(node))
@@ -271,13 +271,13 @@ def _refuse_repeated(yaml: Any, node: Any, name: str, seen: set[int]) -> None:
 
 
 def _check(settings: Settings, file: str) -> None:
-    """What a type alone does not say."""
+    """Checks beyond the types."""
     model, data, training = settings.model, settings.data, settings.training
     kinds = [name for name in ("gpt", "path", "config") if getattr(model, name) is not None]
     if len(kinds) != 1:
-        found = " and ".join(f"'model.{kind}'" for kind in kinds) or "no model"
+        models = " and ".join(f"'model.{kind}'" for kind in kinds) or "no model"
         raise OptionError(
-            f"{file} names {found}",
+            f"{file} names {models}",
             "Give one of model.gpt (a built-in GPT), model.path (a Hugging Face folder) and model.config.",
         )
     if model.weights is not None and model.path is not None:
@@ -338,14 +338,14 @@ def _check_numbers(settings: Settings, file: str) -> None:
         raise OptionError(f"'training.betas' in {file} is {list(training.betas)}", "Give two, from 0 to 1.")
     if training.batch_tokens is not None and training.batch_tokens % training.sequence_length:
         raise OptionError(
-            f"'training.batch_tokens' in {file} is {training.batch_tokens}, which is no whole number of "
+            f"'training.batch_tokens' in {file} is {training.batch_tokens}, which is not a multiple of "
             f"sequences of {training.sequence_length}",
             "Give a multiple of training.sequence_length.",
         )
 
 
 def check_ranks(settings: Settings, ranks: int) -> None:
-    """What depends on the number of ranks."""
+    """Checks that depend on the number of ranks."""
     sequences, micro = settings.training.sequences, settings.training.micro_batch_size
     if sequences % ranks:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""When a run is to stop before its last step: a signal, the launcher's word, the time limit."""
+"""When a run is to stop before its last step: a signal, the launcher, the time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Asked once a step. Signals only set a mark: a step that is under way is always finished."""
+    """Checked once per step. Signals only set a flag: a step in progress is always finished."""
 
     def __init__(self, time_limit_s: float | None, note: Path | None) -> None:
         self._ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -25,24 +25,24 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals are marks in here, and what they were before afterwards."""
+        """Inside, signals set the flag; afterwards their handlers are restored."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only a main thread may ask for signals
+            yield  # only the main thread may set handlers
             return
-        before = [(number, signal.signal(number, self._mark)) for number in _SIGNALS]
+        before = [(number, signal.signal(number, self._on_signal)) for number in _SIGNALS]
         try:
             yield
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
 
-    def _mark(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal:  # asked twice: now
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._signal:  # the second one ends the process
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signal = number
 
-    def asked(self) -> int:
+    def requested(self) -> int:
         """0, the number of a signal, or TIME_IS_UP."""
         if self._signal:
             return self._signal
@@ -53,9 +53,9 @@ class StopRequest:
 
 
 def die_with(parent: int) -> None:
-    """End when the launcher is gone, as ranks that nobody looks after should (Linux; elsewhere nothing).
+    """End this process when the launcher ends (on Linux; elsewhere nothing).
 
-    Otherwise a launcher that was killed would leave ranks which go on writing into the run's folder.
+    Otherwise a launcher that was killed would leave ranks that still write into the run's folder.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))

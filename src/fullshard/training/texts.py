@@ -36,16 +36,16 @@ class Piece:
 def find_files(named: Sequence[Path], key: str, output: Path | None = None) -> list[Path]:
     """The files that `data.train` or `data.validation` names, each once, in the order of their names.
 
-    What a folder or a glob has below `output` is left out: the run's own metrics and model lie there, and
-    with them the texts would be others when it goes on.
+    Files below `output` are left out: the run writes its own metrics and model there, and with them the texts
+    would differ when it is resumed.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for path in named:
         files = [file for file in _files_of(path) if file == path or output not in file.parents]
         if not files:
             raise OptionError(f"{key!r}: {_nothing_at(path)}", "Name files, globs or folders that are there.")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        paths.update(dict.fromkeys(files))
+    return list(paths)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -92,29 +92,27 @@ def _lines_of_json(file: Path, fields: Fields) -> Iterator[Piece]:
                 continue
             where = f"{str(file)!r}, line {number}"
             try:
-                said = json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 raise OptionError(
                     f"{where} is not JSON: {error}", "A .jsonl file has one object a line."
                 ) from None
             if fields.prompt is None or fields.completion is None:
-                yield Piece(_field(said, fields.text, where, "data.text"), learned=True, ends=True)
+                yield Piece(_field(row, fields.text, where, "data.text"), learned=True, ends=True)
             else:
-                yield Piece(_field(said, fields.prompt, where, "data.prompt"), learned=False, ends=False)
-                yield Piece(
-                    _field(said, fields.completion, where, "data.completion"), learned=True, ends=True
-                )
+                yield Piece(_field(row, fields.prompt, where, "data.prompt"), learned=False, ends=False)
+                yield Piece(_field(row, fields.completion, where, "data.completion"), learned=True, ends=True)
 
 
-def _field(said: object, name: str, where: str, key: str) -> bytes:
-    if isinstance(said, dict) and name in said and not isinstance(said[name], str):
+def _field(row: object, name: str, where: str, key: str) -> bytes:
+    if isinstance(row, dict) and name in row and not isinstance(row[name], str):
         raise OptionError(
-            f"{where}: the field {name!r} holds {_KINDS.get(type(said[name]), 'a number')}, and no text",
+            f"{where}: the field {name!r} holds {_KINDS.get(type(row[name]), 'a number')}, and no text",
             f"Mend it, or name another field with {key!r}.",
         )
-    if not isinstance(said, dict) or name not in said:
-        has = f"fields {', '.join(map(repr, said))}" if isinstance(said, dict) else f"a {type(said).__name__}"
+    if not isinstance(row, dict) or name not in row:
+        has = f"fields {', '.join(map(repr, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
         raise OptionError(
             f"{where} has no text in the field {name!r}; it has {has}", f"Name the field with {key!r}."
         )
-    return str(said[name]).encode("utf-8", errors="surrogatepass")
+    return str(row[name]).encode("utf-8", errors="surrogatepass")

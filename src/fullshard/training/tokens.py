@@ -60,12 +60,12 @@ def row_of(files: Sequence[Path], fields: Fields, tokenizer: Tokenizer, cache: P
 
 def read(folder: Path) -> Row:
     """A row that was made earlier."""
-    said = json.loads((folder / _INFO).read_text())
-    return Row(folder, folder.name, said["num_tokens"], said["num_documents"], said["dtype"], said["masked"])
+    info = json.loads((folder / _INFO).read_text())
+    return Row(folder, folder.name, info["num_tokens"], info["num_documents"], info["dtype"], info["masked"])
 
 
 def _key(files: Sequence[Path], fields: Fields, tokenizer: Tokenizer) -> str:
-    """Of contents, not of names or times: moved files are the same text, edited ones are not."""
+    """A digest of contents, not of names or times: moved files are the same text, edited ones are not."""
     digest = hashlib.sha256(f"{_VERSION} {tokenizer.fingerprint}".encode())
     for file in files:
         is_json = file.suffix == ".jsonl"
@@ -96,7 +96,7 @@ def _locked(cache: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, files: Sequence[Path], fields: Fields, tokenizer: Tokenizer) -> None:
-    """Under another name first, so that a row which is there is whole."""
+    """Written under another name first, so that an existing row is complete."""
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
         info = _write(staging, files, fields, tokenizer)

@@ -1,7 +1,7 @@
 """The entry of one rank: `python -m fullshard.training.worker CONFIG`, under torchrun or `fullshard train`.
 
-Exit code 0: the run has come to its end, or was stopped and saved; 1: it failed. What went wrong is left in
-the launcher's folder, which shows one error of all ranks; without a launcher it is printed.
+Exit code 0: the run is complete, or was stopped and saved; 1: it failed. Errors are written to the launcher's
+folder, and the launcher shows one of them; without a launcher they are printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from fullshard import environment
 from fullshard.errors import FullshardError, Stalled
-from fullshard.training.session import Wish, is_told_by_another, run_rank
+from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.stopping import die_with
 
 
@@ -25,16 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     private: Path | None = args.private
     if private is None:
-        wish = Wish(args.config, args.set, args.quiet)
+        started = RankArguments(args.config, args.set, args.quiet)
     else:
         die_with(args.launcher)
         (private / f"rank-{environment.launch().rank}.pid").write_text(str(os.getpid()))
         rows = json.loads((private / "rows.json").read_text())
-        wish = Wish(args.config, args.set, args.quiet, rows, private / "stop")
+        started = RankArguments(args.config, args.set, args.quiet, rows, private / "stop")
     try:
-        stopped = run_rank(wish)
-    except Exception as error:  # noqa: BLE001  one rank's error, told in one place
-        return _tell(error, private)
+        stopped = run_rank(started)
+    except Exception as error:  # noqa: BLE001  one rank's error, reported in one place
+        return _report(error, private)
     if private is not None and environment.launch().rank == 0:
         (private / "outcome.json").write_text(json.dumps({"stopped": stopped}))
     return 0
@@ -50,20 +50,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(error: Exception, private: Path | None) -> int:
-    rank, ours = environment.launch().rank, isinstance(error, FullshardError)
+def _report(error: Exception, private: Path | None) -> int:
+    rank = environment.launch().rank
     if private is not None:
-        said: dict[str, Any] = {"traceback": traceback.format_exc(), "stalled": isinstance(error, Stalled)}
+        report: dict[str, Any] = {"traceback": traceback.format_exc(), "stalled": isinstance(error, Stalled)}
         if isinstance(error, FullshardError):
-            said |= {"what": error.what, "remedy": error.remedy}
+            report |= {"what": error.what, "remedy": error.remedy}
         staging = private / f"error-{rank}.new"
-        staging.write_text(json.dumps(said))
+        staging.write_text(json.dumps(report))
         staging.rename(private / f"error-{rank}.json")
-    elif not ours:
+    elif not isinstance(error, FullshardError):
         traceback.print_exc()
-    elif not is_told_by_another(error):
+    elif not is_printed_by_rank_0(error):
         sys.stderr.write(f"fullshard: {error}\n")
-    # Not through the interpreter's end: a background save that waits for ranks which failed would hold it up.
+    # Without the interpreter's shutdown, which would wait for a background save that waits for failed ranks.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -23,7 +23,7 @@ def main(words: Sequence[str]) -> None:
     """Run a script, or with -m a module, and leave as it leaves."""
     as_module = words[0] == "-m"
     target, *rest = words[1:] if as_module else words
-    from fullshard.hugging_face.seams import turn_on
+    from fullshard.hugging_face import turn_on
 
     turn_on()
     sys.argv = [target, *rest]

@@ -1,4 +1,4 @@
-"""What makes Lightning's data parallel strategy for Fabric a sharded one. See `trainer_side` for the base."""
+"""A mixin that makes Lightning's data parallel strategy for Fabric a sharded one, as `trainer_strategy`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
 
 
 class Root(nn.Module):
-    """Stands before a sharded module, so that Fabric sends marked methods through its forward."""
+    """Wraps a sharded module, so that Fabric calls marked methods through its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,20 +40,20 @@ class SyncControl:
     """`fabric.no_backward_sync(model)` is fs.accumulate."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        return api.accumulate(inner(module)) if enabled else nullcontext()
+        return api.accumulate(unwrapped(module)) if enabled else nullcontext()
 
 
-def inner(module: Any) -> Any:
+def unwrapped(module: Any) -> Any:
     return module.module if isinstance(module, Root) else module
 
 
-class FabricSide(_Base):
-    """Shards each module that is set up, and saves and loads on all ranks together."""
+class ShardedFabric(_Base):
+    """A mixin that shards each module that is set up, and saves and loads on all ranks together."""
 
     def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         mro = type(self).__mro__
-        self._ours, theirs = split(dict(options), mro[mro.index(FabricSide) + 1])
-        super().__init__(**theirs)
+        self._options, of_base = split(dict(options), mro[mro.index(ShardedFabric) + 1])
+        super().__init__(**of_base)
         self._backward_sync_control = SyncControl()  # type: ignore[assignment]
 
     # ---- setting up
@@ -61,19 +61,19 @@ class FabricSide(_Base):
     def setup_module(self, module: nn.Module) -> Any:
         refuse_checkpoint_io(self._checkpoint_io)
         environment.fill_in(self.global_rank, self.world_size, self.local_rank, self.num_processes)
-        precision = engine_precision(self.precision, self._ours.get("precision"))
-        shard_module(module, self._ours, precision, Place(self.root_device, self.world_size))
+        precision = engine_precision(self.precision, self._options.get("precision"))
+        shard_module(module, self._options, precision, Place(self.root_device, self.world_size))
         return Root(module)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """But for what is on meta: that gets its memory unit by unit, sharded. So does all of a model that
+        """Except what is on meta: that gets its memory unit by unit, sharded. So does all of a model that
         is set up with `move_to_device=False`."""
-        plain = inner(module)
+        plain = unwrapped(module)
         if not is_sharded(plain):
             plain._apply(lambda t: t if t.is_meta else t.to(self.root_device))  # type: ignore[no-untyped-call, unused-ignore]
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """`fabric.init_module(empty_init=True)` builds on meta: memory comes unit by unit, in setup."""
+        """`fabric.init_module(empty_init=True)` builds on meta: setup allocates unit by unit."""
         if not empty_init:
             return super().module_init_context()
         stack = ExitStack()
@@ -84,12 +84,12 @@ class FabricSide(_Base):
     # ---- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return dict(inner(module).state_dict())
+        return dict(unwrapped(module).state_dict())
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        inner(module).load_state_dict(state_dict, strict=strict)
+        unwrapped(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
         self,
@@ -113,24 +113,24 @@ class FabricSide(_Base):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        weights_only = self._ours.get("weights_only") if weights_only is None else weights_only
+        weights_only = self._options.get("weights_only") if weights_only is None else weights_only
         if isinstance(state, nn.Module):
-            self._load_raw(path, inner(state), strict, weights_only)
+            self._load_raw(path, unwrapped(state), strict, weights_only)
             return {}
         if not isinstance(state, dict):
             raise NotSupported(
                 f"fabric.load with state={type(state).__name__}: shards are read straight into a model",
-                "Give a dict with the model in it; fullshard.lightning.read_checkpoint reads it whole.",
+                "Give a dict with the model in it; fullshard.lightning.read_checkpoint reads it unsharded.",
             )
         name, module, optimizers = _parts(state)
-        control = checkpoints.talk_of(module, "load")
+        control = checkpoints.joined_control_group(module, "load")
         if control.broadcast_object(Path(path).is_file()):
             values = self._load_plain_file(path, state, strict, weights_only)
         else:
             held = list(optimizers.values())
             values = checkpoints.load_all(path, module, held, strict=strict, weights_only=weights_only)
-            said = values.pop(checkpoints.STATE, {})
-            _check_names(state, {said.get("model"), *said.get("optimizers", ()), *values}, strict, path)
+            names = values.pop(checkpoints.STATE, {})
+            _check_names(state, {names.get("model"), *names.get("optimizers", ()), *values}, strict, path)
         for key, value in state.items():
             if key == name or key in optimizers or key not in values:
                 continue
@@ -141,7 +141,7 @@ class FabricSide(_Base):
         return values
 
     def _load_raw(self, path: Any, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
-        control = checkpoints.talk_of(module, "load")
+        control = checkpoints.joined_control_group(module, "load")
         if not control.broadcast_object(Path(path).is_file()) or Path(path).suffix == ".safetensors":
             load(path, module, strict=strict)
             return
@@ -170,11 +170,11 @@ def _stateful(value: Any) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> tuple[str, nn.Module, dict[str, torch.optim.Optimizer]]:
-    """The one sharded model of a state, by its name, and the optimizers."""
+    """The one sharded model of a state, with its name, and the optimizers."""
     models = {
-        key: inner(value)
+        key: unwrapped(value)
         for key, value in state.items()
-        if isinstance(value, nn.Module) and is_sharded(inner(value))
+        if isinstance(value, nn.Module) and is_sharded(unwrapped(value))
     }
     if len(models) != 1:
         raise NotSupported(

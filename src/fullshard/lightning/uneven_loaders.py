@@ -1,8 +1,8 @@
-"""Evaluation with other numbers of batches on each rank: all ranks leave a dataloader together.
+"""Evaluation with different numbers of batches per rank: all ranks finish each dataloader together.
 
-A rank that is out of batches goes on to what follows, where Lightning may sum numbers over ranks, while
-others still need its shards. So each dataloader is a round, which ends for all at once: who is done takes
-part in the passes of those who are not. As many batches on each rank need no agreement.
+A rank that is out of batches would continue to code in which Lightning may reduce values over ranks, while
+other ranks still need its shards. So at the end of each dataloader it joins the forwards of the ranks that
+still have batches. Where all ranks have the same number, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+AllGather = Callable[[int], list[int]]  # this rank's number to those of all ranks
 
-class Rounds:
+
+class EvaluationLoaders:
     """The dataloaders of one evaluation, one after the other."""
 
-    def __init__(self, loop: Any, tell: Callable[[int], list[int]]) -> None:
+    def __init__(self, loop: Any, all_gather: AllGather) -> None:
         self._fetcher = loop._data_fetcher
-        one_after_the_other = self._fetcher.combined_loader._mode == "sequential"
-        lengths = loop.max_batches if one_after_the_other else [self._fetcher.length]
+        sequential = self._fetcher.combined_loader._mode == "sequential"
+        lengths = loop.max_batches if sequential else [self._fetcher.length]
         if self._fetcher.length is not None and not all(map(_has_length, loop._combined_loader.flattened)):
             self._fetch_ahead()
         known = [-1 if self._fetcher.length is None else int(length) for length in lengths]
-        told = [set(tell(length)) for length in known]
-        self.together = any(len(each) > 1 or -1 in each for each in told)
+        of_all_ranks = [set(all_gather(length)) for length in known]
+        self.uneven = any(len(numbers) > 1 or -1 in numbers for numbers in of_all_ranks)
         self._left = len(known)
         self._ends = list(accumulate(known))
 
     def _fetch_ahead(self) -> None:
-        """Lightning took a limit for a length. A stream may end before it, which shows one batch ahead."""
+        """Lightning took a limit for the length. A stream may end earlier, which shows one batch ahead."""
         fetcher = self._fetcher
         fetcher.length = None
         if not hasattr(fetcher, "batches"):
@@ -39,12 +41,12 @@ class Rounds:
             fetcher.batches.append(plain.__next__(fetcher))
 
     @property
-    def has_none(self) -> bool:
-        """This rank has no batch at all, which shows before the first step."""
-        return self.together and bool(self._fetcher.done)
+    def has_no_batch(self) -> bool:
+        """Whether this rank has no batch at all, which is known before the first step."""
+        return self.uneven and bool(self._fetcher.done)
 
-    def ended(self) -> int:
-        """How many dataloaders end on this rank with the batch at hand. Empty ones count."""
+    def count_ended(self) -> int:
+        """How many dataloaders end on this rank with the current batch, empty ones included."""
         fetcher = self._fetcher
         if fetcher.done:
             count = self._left
@@ -57,8 +59,11 @@ class Rounds:
         return count
 
 
-def skip_together(trainer: Any, module: Any, tell: Callable[[int], list[int]]) -> None:
-    """Lightning skips an evaluation of a rank that has no batch, if it may have none, and others need it."""
+def skip_together(trainer: Any, module: Any, all_gather: AllGather) -> None:
+    """Skip an evaluation only where no rank has a batch.
+
+    Lightning skips it on a rank without batches, where these are allowed, and other ranks need its shards.
+    """
     flag = "allow_zero_length_dataloader_with_multiple_devices"
     if not any(getattr(holder, flag, False) for holder in (module, trainer.datamodule)):
         return
@@ -68,7 +73,7 @@ def skip_together(trainer: Any, module: Any, tell: Callable[[int], list[int]]) -
         if not hasattr(kind, "_skips_together"):
 
             def skip(self: Any, own: Any = kind.skip) -> bool:
-                return not any(tell(int(not own.fget(self))))
+                return not any(all_gather(int(not own.fget(self))))
 
             loop.__class__ = type(kind.__name__, (kind,), {"skip": property(skip), "_skips_together": True})
 

@@ -1,4 +1,4 @@
-"""Trainer's arguments for ranks: those without a GPU say so, and what sharded models cannot do is refused."""
+"""Trainer's arguments: ranks without a GPU use the CPU, and unsupported or unread options are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from fullshard import extras
 from fullshard.environment import launch
 from fullshard.errors import NotSupported, OptionError
-from fullshard.hugging_face.accelerators import tried
-from fullshard.hugging_face.seams import replace_method
+from fullshard.hugging_face.patching import PATCHES
 
 _READ = (
     *("version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "state_dict_type"),
@@ -19,29 +18,28 @@ _READ = (
     *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"),
 )
 _FOR_TPUS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
-# accelerate's words for the same thing, which transformers passes over.
-_OTHER_WORDS = {"offload_params": "cpu_offload", "sharding_strategy": "reshard_after_forward"}
+# accelerate's names of options, which transformers ignores.
+_NAMES_HERE = {"offload_params": "cpu_offload", "sharding_strategy": "reshard_after_forward"}
 _TRUE, _FALSE = ("true", "1", "yes", "y", "t", "on"), ("false", "0", "no", "n", "f", "off")
-# What `reshard_after_forward` may say for a strategy; by default it is the first one.
+# The values of `reshard_after_forward` that mean a strategy; the first strategy is the default.
 _SAME = {"full_shard": ("full_shard", "", *_TRUE), "shard_grad_op": ("shard_grad_op", *_FALSE)}
 
 
 def apply(module: ModuleType) -> None:
-    """To transformers.training_args, when it has been imported."""
-    if tried("transformers"):
-        replace_method(module.TrainingArguments, "__post_init__", _post_init)
-        replace_method(module.TrainingArguments, "_process_fsdp_args", _process_fsdp_args)
+    """Patch transformers.training_args, once it has been imported."""
+    PATCHES.replace(module.TrainingArguments, "__post_init__", _post_init)
+    PATCHES.replace(module.TrainingArguments, "_process_fsdp_args", _process_fsdp_args)
 
 
 def _post_init(original: Any) -> Any:
     def __post_init__(self: Any) -> None:
-        # Without `use_cpu` each rank would take itself for the only one, and Trainer refuse FSDP for that.
+        # Without `use_cpu` each rank would be a world of its own, for which Trainer refuses FSDP.
         if self.fsdp and launch().ranks > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         original(self)
         full_eval = next((n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(self, n)), None)
         if self.fsdp and launch().ranks > 1 and full_eval is not None:
-            # Trainer would cast the model itself, and what it trained with is gone.
+            # Trainer would cast the parameters themselves and lose the precision that they train in.
             raise NotSupported(
                 f"TrainingArguments with {full_eval} casts the parameters, which are sharded in their dtype",
                 f"Use {full_eval[:4]}=True: evaluation computes in it, too.",
@@ -51,24 +49,25 @@ def _post_init(original: Any) -> Any:
 
 
 def _process_fsdp_args(original: Any) -> Any:
-    """transformers reads the keys of `fsdp_config` that it knows, and passes over all others."""
+    """transformers reads the keys of `fsdp_config` that it knows, and silently ignores all others."""
 
     def process_fsdp_args(self: Any) -> Any:
-        said = self.fsdp
-        found = original(self)
-        if found is None or launch().ranks == 1:
-            return found
+        fsdp = self.fsdp  # the original replaces it
+        plugin_arguments = original(self)
+        if plugin_arguments is None or launch().ranks == 1:
+            return plugin_arguments
         config = self.fsdp_config
         _refuse_unread(config)
-        _refuse_two_strategies(said, config)
+        _refuse_two_strategies(fsdp, config)
         least = int(config["min_num_params"] or 0)
         if least > 0 and "auto_wrap_policy" not in config:
             if config.get("transformer_layer_cls_to_wrap"):
                 raise OptionError(
-                    "fsdp_config has both 'min_num_params' and 'transformer_layer_cls_to_wrap'", "Say one."
+                    "fsdp_config has both 'min_num_params' and 'transformer_layer_cls_to_wrap'",
+                    "Give one of them.",
                 )
-            found |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": least}
-        return found
+            plugin_arguments |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": least}
+        return plugin_arguments
 
     return process_fsdp_args
 
@@ -83,32 +82,33 @@ def _refuse_unread(config: dict[str, Any]) -> None:
             continue
         if key in _FOR_TPUS:
             raise NotSupported(f"fsdp_config with {key!r}, which is for TPUs", "Leave it out.")
-        instead = _OTHER_WORDS.get(key)
+        instead = _NAMES_HERE.get(key)
         raise OptionError(
             f"fsdp_config has {key!r}, which transformers does not read",
-            f"Say {instead!r}." if instead is not None else f"Choose from {', '.join(_READ)}.",
+            f"Give {instead!r}." if instead is not None else f"Choose from {', '.join(_READ)}.",
         )
 
 
 def _is_in_force(sharding_strategy: Any, config: dict[str, Any]) -> bool:
     """Files made for older versions name the strategy once more, by name or by number from 1."""
     names = extras.need("accelerate.utils.constants", "hf").FSDP_SHARDING_STRATEGY
-    word = str(sharding_strategy).lower()
-    if word.isdigit() and 0 < int(word) <= len(names):
-        word = names[int(word) - 1].lower()
-    return _agree(word, config)
+    strategy = str(sharding_strategy).lower()
+    if strategy.isdigit() and 0 < int(strategy) <= len(names):
+        strategy = names[int(strategy) - 1].lower()
+    return _agree(strategy, config)
 
 
 def _agree(strategy: str, config: dict[str, Any]) -> bool:
     return str(config.get("reshard_after_forward", "")).lower() in _SAME.get(strategy, (strategy,))
 
 
-def _refuse_two_strategies(said: Any, config: dict[str, Any]) -> None:
-    """`fsdp="shard_grad_op"` counts only where `fsdp_config` does not say otherwise."""
-    words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
-    for word in (str(getattr(word, "value", word)).lower() for word in words):
-        if word not in ("offload", "auto_wrap") and not _agree(word, config):
+def _refuse_two_strategies(fsdp: Any, config: dict[str, Any]) -> None:
+    """transformers ignores `fsdp="shard_grad_op"` where `fsdp_config` has another strategy."""
+    options = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    for option in (str(getattr(option, "value", option)).lower() for option in options):
+        if option not in ("offload", "auto_wrap") and not _agree(option, config):
             chosen = config.get("reshard_after_forward")
             raise OptionError(
-                f"fsdp is {word!r}, and fsdp_config says that reshard_after_forward is {chosen!r}", "Say one."
+                f"fsdp is {option!r}, and fsdp_config has reshard_after_forward={chosen!r}",
+                "Give one of them.",
             )

@@ -1,4 +1,4 @@
-"""What an FSDP plugin asks for, in our words: arguments of fs.shard, or an error by name."""
+"""An FSDP plugin as arguments of fs.shard, or an error that names the unsupported option."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard import extras
 from fullshard.errors import NotSupported, OptionError
-from fullshard.hugging_face import own_options
+from fullshard.hugging_face.shard_options import given_options
 from fullshard.plan.units import has_forward
 from fullshard.precision import Precision
 
-GIVEN = "_fullshard_given"  # on a plugin: what the user said, before it filled in the rest
-POLICY_FILLED_IN = "_fullshard_policy_filled_in"  # on a plugin: the policy that accelerate made, if any
+GIVEN = "_fullshard_given"  # on a plugin: the user's values, before accelerate filled in the others
+POLICY_FILLED_IN = "_fullshard_policy_filled_in"  # on a plugin: the policy that accelerate filled in, if any
 
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"strategy": "zero3"},
@@ -27,8 +27,8 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD": {"strategy": "hybrid"},
     "_HYBRID_SHARD_ZERO2": {"strategy": "hybrid", "keep_full": "all"},
 }
-_DATA = ("dp_replicate", "dp_shard")  # the axes of a ParallelismConfig that are ours
-# torch's own policies are made complete by names and sizes that the plugin has beside them.
+_DATA = ("dp_replicate", "dp_shard")  # the axes of a ParallelismConfig that are supported
+# torch's own policies take names and sizes, which are other fields of the plugin.
 _POLICIES = {
     "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
@@ -37,13 +37,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check(accelerator: Any) -> None:
-    """Refuse what we cannot do, as soon as it is asked for."""
+    """Refuse unsupported requests, when the accelerator is made."""
     plugin = accelerator.state.fsdp_plugin
     offload = plugin.cpu_offload
     if getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"):
         raise NotSupported(
             "fsdp 'offload' (cpu_offload) keeps parameters in host memory, which fullshard does not do",
-            "Leave it out; with more ranks each one holds less.",
+            "Leave it out; with more ranks each rank holds less.",
         )
     if plugin.activation_checkpointing_offload:
         raise NotSupported(
@@ -70,7 +70,7 @@ def check(accelerator: Any) -> None:
 def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
     """Keyword arguments of fs.shard for this model."""
     plugin = accelerator.state.fsdp_plugin
-    found = {
+    arguments = {
         **strategy(accelerator),
         "device": accelerator.device,
         "precision": precision(accelerator),
@@ -79,16 +79,16 @@ def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         "checkpoint_activations": bool(plugin.activation_checkpointing),
     }
     if given(plugin, "param_init_fn") is not None:
-        found["materialize"] = given(plugin, "param_init_fn")
-    if found["strategy"] == "hybrid":
-        found["mesh"] = mesh(accelerator)
-    return found | own_options.said()
+        arguments["materialize"] = given(plugin, "param_init_fn")
+    if arguments["strategy"] == "hybrid":
+        arguments["mesh"] = mesh(accelerator)
+    return arguments | given_options()
 
 
 def given(plugin: Any, name: str) -> Any:
-    """What the user gave for a field, before accelerate filled it in."""
-    said = vars(plugin).get(GIVEN)
-    return getattr(plugin, name) if said is None else said[name]
+    """The user's value of a field, before accelerate filled it in."""
+    values = vars(plugin).get(GIVEN)
+    return getattr(plugin, name) if values is None else values[name]
 
 
 def strategy(accelerator: Any) -> dict[str, Any]:
@@ -97,56 +97,58 @@ def strategy(accelerator: Any) -> dict[str, Any]:
         replicas = accelerator.parallelism_config.dp_replicate_size
     if plugin.fsdp_version == 1:
         return _STRATEGIES[_strategy_of_version_1(plugin)]
-    said = given(plugin, "sharding_strategy")
-    if said is not None:
+    by_name = given(plugin, "sharding_strategy")
+    if by_name is not None:
         raise OptionError(
-            f"fsdp version 2 with sharding_strategy={said!r}", "Say reshard_after_forward, or use version 1."
+            f"fsdp version 2 with sharding_strategy={by_name!r}",
+            "Give reshard_after_forward, or use version 1.",
         )
     chosen = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
     if chosen == "FULL_SHARD" and given(plugin, "reshard_after_forward") is None:
-        chosen = _launched_strategy("FSDP_SHARDING_STRATEGY") or chosen  # version 2 of accelerate forgets it
+        chosen = _launched_strategy("FSDP_SHARDING_STRATEGY") or chosen  # accelerate ignores it
     if replicas > 1:
         chosen = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}.get(chosen, chosen)
     return _STRATEGIES[chosen]
 
 
 def _launched_strategy(variable: str) -> str | None:
-    """By torch's name, from what `accelerate launch` was told by a flag or its YAML file."""
-    said = (_set_by_launcher(variable) or "").upper()
-    if said in ("", "TRUE"):  # the launcher's default
+    """The strategy that was given to `accelerate launch` by a flag or its YAML file, by torch's name."""
+    value = (_set_by_launcher(variable) or "").upper()
+    if value in ("", "TRUE"):  # the launcher's default
         return None
     names = extras.need("accelerate.utils.constants", "hf").FSDP_SHARDING_STRATEGY
-    name = "SHARD_GRAD_OP" if said == "FALSE" else names[int(said) - 1] if said.isdigit() else said
+    name = "SHARD_GRAD_OP" if value == "FALSE" else names[int(value) - 1] if value.isdigit() else value
     name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
     if name not in _STRATEGIES:
-        raise OptionError(f"{variable} is {said!r}", f"Choose from {', '.join(names)}.")
+        raise OptionError(f"{variable} is {value!r}", f"Choose from {', '.join(names)}.")
     return str(name)
 
 
 def _strategy_of_version_1(plugin: Any) -> str:
-    """Two fields say it, and accelerate fills in the first one whatever the second says."""
-    said = vars(plugin).get(GIVEN)
+    """Two fields give it, and accelerate fills in the first whatever the second is."""
+    values = vars(plugin).get(GIVEN)
     first, second = plugin.sharding_strategy, plugin.reshard_after_forward
-    if said is None:  # made before we were turned on: a default cannot be told from a choice
+    if values is None:  # made before `turn_on`: a default looks like a choice
         return str((second if second is not None and first.name == "FULL_SHARD" else first).name)
     if (
-        said["sharding_strategy"] is not None
-        and said["reshard_after_forward"] is not None
+        values["sharding_strategy"] is not None
+        and values["reshard_after_forward"] is not None
         and first != second
     ):
         raise OptionError(
-            f"fsdp sharding_strategy is {first.name} and reshard_after_forward {second.name}", "Say one."
+            f"fsdp sharding_strategy is {first.name} and reshard_after_forward {second.name}",
+            "Give one of them.",
         )
-    if said["sharding_strategy"] is None and second is None:  # accelerate reads one of the two, and forgets
-        launched = _launched_strategy("FSDP_RESHARD_AFTER_FORWARD")  # the other
+    if values["sharding_strategy"] is None and second is None:  # accelerate reads one of the two
+        launched = _launched_strategy("FSDP_RESHARD_AFTER_FORWARD")  # and ignores the other
         if launched is not None and first.name not in (launched, "FULL_SHARD"):
             raise OptionError(
                 f"accelerate launch got fsdp_sharding_strategy {first.name} and fsdp_reshard_after_forward "
                 f"{launched}",
-                "Say one.",
+                "Give one of them.",
             )
         return launched or str(first.name)
-    chosen = second if said["sharding_strategy"] is None and second is not None else first
+    chosen = second if values["sharding_strategy"] is None and second is not None else first
     return str(chosen.name)
 
 
@@ -162,21 +164,21 @@ def mesh(accelerator: Any) -> DeviceMesh | None:
 def precision(accelerator: Any) -> Precision:
     """bf16 and fp16 compute on parameters that are gathered in that dtype, not under autocast.
 
-    Autocast would gather in fp32, twice the bytes. What leaves the model is fp32, as without sharding, so a
-    loss is not rounded. Gradients are summed in fp32 whatever their dtype on the wire.
+    Autocast would gather in fp32, twice the bytes. Outputs of the model are fp32, as without sharding, so
+    that a loss is not rounded. Gradients are summed in fp32 whatever their dtype on the wire.
     """
     plugin, mixed = accelerator.state.fsdp_plugin, accelerator.mixed_precision
     outputs = None if mixed == "no" else torch.float32
     if not _has_policy(plugin):
         return Precision(compute=_DTYPES.get(mixed), outputs=outputs)
     policy = plugin.mixed_precision_policy
-    # Version 1 casts the root's inputs unless told otherwise, and those of inner units only if told.
+    # By default, version 1 casts the root's inputs, and not those of inner units.
     casts = "cast_root_forward_inputs" if plugin.fsdp_version == 1 else "cast_forward_inputs"
-    for name, wanted in (("keep_low_precision_grads", False), (casts, True)):
-        if getattr(policy, name, wanted) != wanted:
+    for name, supported in (("keep_low_precision_grads", False), (casts, True)):
+        if getattr(policy, name, supported) != supported:
             raise NotSupported(
-                f"fsdp mixed_precision_policy with {name}={not wanted}",
-                f"Leave {name} at {wanted}.",
+                f"fsdp mixed_precision_policy with {name}={not supported}",
+                f"Leave {name} at {supported}.",
             )
     return Precision(
         compute=policy.param_dtype,
@@ -186,16 +188,16 @@ def precision(accelerator: Any) -> Precision:
 
 
 def _has_policy(plugin: Any) -> bool:
-    """Whether somebody gave one, to the plugin or to its set_mixed_precision, and not accelerate alone."""
+    """Whether the script gave one, to the plugin or to its set_mixed_precision, and not accelerate alone."""
     return plugin.mixed_precision_policy is not vars(plugin).get(POLICY_FILLED_IN)
 
 
 def cast_buffers(plugin: Any, model: nn.Module) -> None:
-    """A policy object of version 1 may give buffers a dtype; a short name such as 'bf16' leaves them."""
+    """A policy object of version 1 may give buffers a dtype; a name such as 'bf16' does not."""
     if isinstance(given(plugin, "mixed_precision_policy"), str) or not _has_policy(plugin):
         return
     dtype = getattr(plugin.mixed_precision_policy, "buffer_dtype", None)
-    # BatchNorm's kernels want statistics in fp32.
+    # BatchNorm's kernels need statistics in fp32.
     for module in (m for m in model.modules() if not isinstance(m, _BatchNorm)):
         for name, buffer in module._buffers.items():
             if dtype is not None and buffer is not None and buffer.is_floating_point():
@@ -203,7 +205,7 @@ def cast_buffers(plugin: Any, model: nn.Module) -> None:
 
 
 def units(plugin: Any, model: nn.Module) -> Any:
-    """What the wrap policy would wrap. Our own choice where it names nothing."""
+    """The modules that the wrap policy would wrap. None, where it selects nothing: fs.shard finds them."""
     policy = given(plugin, "auto_wrap_policy")
     if policy is None:
         policy = _set_by_launcher("FSDP_AUTO_WRAP_POLICY")
@@ -215,7 +217,7 @@ def units(plugin: Any, model: nn.Module) -> Any:
     if not callable(policy):
         raise NotSupported(
             f"fsdp auto_wrap_policy {type(policy).__name__}",
-            "Give a function of module, recurse and nonwrapped_numel, or say units= in "
+            "Give a function of module, recurse and nonwrapped_numel, or give units= to "
             "fullshard.hugging_face.options.",
         )
     return _by_policy(policy)
@@ -227,7 +229,7 @@ def _set_by_launcher(variable: str) -> str | None:
 
 def _named_units(policy: str, plugin: Any, model: nn.Module) -> Any:
     if policy == "NO_WRAP":
-        return _nothing  # all of it is one unit
+        return _nothing  # the model is one unit
     if policy == "SIZE_BASED_WRAP":
         least = plugin.min_num_params or 0
         return _larger_than(least) if least > 0 else None
@@ -246,9 +248,9 @@ def _named_units(policy: str, plugin: Any, model: nn.Module) -> Any:
 
 
 def _names(plugin: Any) -> list[str]:
-    """Of classes to wrap. accelerate looks for them, and takes them apart, with a policy by name only."""
-    said = plugin.transformer_cls_names_to_wrap or _set_by_launcher("FSDP_TRANSFORMER_CLS_TO_WRAP") or []
-    return said.split(",") if isinstance(said, str) else list(said)
+    """Names of the classes to wrap. accelerate looks them up, and splits them, for a policy by name only."""
+    names = plugin.transformer_cls_names_to_wrap or _set_by_launcher("FSDP_TRANSFORMER_CLS_TO_WRAP") or []
+    return names.split(",") if isinstance(names, str) else list(names)
 
 
 def _nothing(_: nn.Module) -> bool:
@@ -271,12 +273,10 @@ def _by_policy(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
 
 
 def ignored(plugin: Any, model: nn.Module) -> tuple[nn.Module, ...]:
-    said = plugin.ignored_modules
-    if said is None:
-        return ()
-    if isinstance(said, str):
-        found = tuple(m for name, m in model.named_modules() if re.fullmatch(said, name))
-        if not found:
-            raise OptionError(f"fsdp ignored_modules {said!r} matches no module", "Give names that match.")
-        return found
-    return tuple(said)
+    modules = plugin.ignored_modules
+    if not isinstance(modules, str):
+        return tuple(modules or ())
+    matching = tuple(m for name, m in model.named_modules() if re.fullmatch(modules, name))
+    if not matching:
+        raise OptionError(f"fsdp ignored_modules {modules!r} matches no module", "Give names that match.")
+    return matching
