@@ -1,6 +1,6 @@
 """Draws docs/pictures/rooms.svg: `python docs/pictures/rooms.py`.
 
-The boxes and arrows are the table ARROWS of tests/pure/test_structure.py. An arrow that follows from others is
+The boxes and arrows are the table ARROWS of tests/pure/test_structure.py. One that follows from others is
 left out; `tests/pure/test_pictures.py` compares the file with the table.
 """
 
@@ -81,7 +81,8 @@ def draw(table: dict[str, set[str]]) -> str:
         start, end = (end, end) if to_width < width else (start, start)
         line = f'x1="{start:.0f}" y1="{y + BOX_HEIGHT:.0f}" x2="{end:.0f}" y2="{to_y:.0f}"'
         parts.append(
-            f'<line {line} stroke="#334155" marker-end="url(#tip)"><title>{room} imports {other}</title></line>'
+            f'<line {line} stroke="#334155" marker-end="url(#tip)">'
+            f"<title>{room} imports {other}</title></line>"
         )
     for room, (x, y, width) in places.items():
         middle = x + width / 2

@@ -247,7 +247,7 @@ def test_what_comes_after_the_script_is_the_scripts(ours: list[str], theirs: lis
     launching, only_show = launch.parse([*ours, "script.py", *theirs])
     assert launching.script == ("script.py", *theirs)
     assert not only_show
-    args = launch._torchruns(launching.words)
+    args = launch._torchrun_arguments(launching.words)
     assert args.training_script == "fullshard.tools.cli.launched"
     assert args.training_script_args == ["script.py", *theirs]
 
@@ -270,9 +270,9 @@ def test_elastic_run_gets_the_setting_without_which_joining_nodes_wait_for_ever(
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("asked", [["--log-dir", "logs"], ["--tee", "3"], ["--redirects", "0:3"], []])
 def test_logs_stay_where_somebody_asked_for_them(asked: list[str]) -> None:
-    args = launch._torchruns(launch.parse([*asked, "script.py"])[0].words)
+    args = launch._torchrun_arguments(launch.parse([*asked, "script.py"])[0].words)
     before = args.log_dir
-    with launch._place_for_logs(args):
+    with launch._log_folder(args):
         place = args.log_dir
         assert (place == before) == bool(asked)
         assert asked or Path(place).is_dir()

@@ -269,7 +269,7 @@ def test_kind_that_is_not_built_here_is_built_by_transformers(tmp_path: Path) ->
     code, found = asked(str(tmp_path / "config.json"), "--ranks", "2", "--memory", "1GiB", "--sequence", "32")
     assert code == 0
     assert found["parameters"] == count(OPTForCausalLM(config))
-    assert found["batch"] == "1 x 32 tokens a rank"
+    assert found["batch"] == "1 x 32 tokens per rank"
     assert found["strategies"]["zero3"]["activation_bytes"] > 2 * 32 * 64 * 4
 
 

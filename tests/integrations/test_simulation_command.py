@@ -73,7 +73,7 @@ def test_module_runs_as_a_command() -> None:
         check=True,
     )
     assert found.stdout.startswith(
-        "gpt-8m: 3.7 M parameters, 2 layers of width 256; 16 tokens a rank and step"
+        "gpt-8m: 3.7 M parameters, 2 layers of width 256; 16 tokens per rank and step"
     )
     assert "4 ranks, 1 GB/s and 20 µs each; this CPU plays rank 0" in found.stdout
     rows = {line[:29].strip(): line[29:].split() for line in found.stdout.splitlines()[4:]}
@@ -132,7 +132,7 @@ def test_command_leaves_nothing_in_the_process() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "no model was named"),
+        ((), "no model was given"),
         (("gpt-9m",), "Choose one of gpt-8m"),
         (("no/such.py:make",), "cannot be loaded"),
         (("gpt-8m", "--ranks", "many"), "--ranks"),

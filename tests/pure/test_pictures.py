@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from test_structure import ARROWS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -166,7 +166,7 @@ def _advice(found: Answer, step: Step) -> list[str]:
         else:
             lines.append(_ranks_line("With --checkpoint-activations", _fewest(other, again), question))
     if fewest is None:
-        lines.append("Fewer tokens a rank help: smaller --batch or --sequence.")
+        lines.append("Fewer tokens per rank help: a smaller --batch or --sequence.")
     return lines
 
 

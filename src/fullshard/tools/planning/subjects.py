@@ -90,7 +90,7 @@ def _length(batch: Batch, context: int) -> int:
 
 
 def _said(batch: Batch, length: int) -> str:
-    return f"{batch.sequences} x {length} tokens a rank"
+    return f"{batch.sequences} x {length} tokens per rank"
 
 
 def decoder(name: str, shape: Shape, batch: Batch) -> Subject:

@@ -122,7 +122,7 @@ def decoder(name: str, shape: Shape, tokens: int) -> Subject:
     def batch(device: torch.device) -> Tensor:
         return torch.randint(0, shape.vocabulary, (batch_size, length + 1), device=device)
 
-    about = f"{name}: {describe(shape)}; {batch_size * length:,} tokens a rank and step"
+    about = f"{name}: {describe(shape)}; {batch_size * length:,} tokens per rank and step"
     return Subject(name, about, lambda: Decoder(shape), batch, initialize)
 
 
