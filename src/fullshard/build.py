@@ -13,8 +13,10 @@ from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import generation, hooks, optimizers
-from fullshard.engine.lane import Lane, Slots, in_memory_order
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.slots import Slots
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.options import Options
@@ -47,7 +49,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
             _fill(unit, materializer, comm)
             lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
-            live.append(_live(index, unit, planned, lanes))
+            live.append(_live(index, unit, planned, lanes, comm))
             _show_resting(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
         _move_rest(model, comm.device, undo)
@@ -147,7 +149,7 @@ def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options
     return lane
 
 
-def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUnit:
+def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane], comm: Comm) -> LiveUnit:
     slots = Slots(unit.name, unit.modules)
     sites = []
     for lane, (_, members) in zip(lanes, planned, strict=True):
@@ -158,7 +160,7 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane]) -> LiveUn
             for reference in member.references:
                 place = reference.container, reference.key
                 slots.add(None, place, member.parameter, computing, member.name)
-    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy)
+    return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy, comm)
 
 
 def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:

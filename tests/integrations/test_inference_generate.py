@@ -112,9 +112,9 @@ def _gathered_units() -> list[list[str]]:
     gather = model._fullshard.comm.shard_group.gather
     names: list[str] = []
 
-    def count(full: Tensor, own: Tensor, unit: str) -> Any:
-        names.append(unit)
-        return gather(full, own, unit)
+    def count(full: Tensor, own: Tensor, tag: Any) -> Any:
+        names.append(tag.unit)
+        return gather(full, own, tag)
 
     model._fullshard.comm.shard_group.gather = count
     found = []

@@ -184,9 +184,9 @@ def _different_paths() -> tuple[list[Tensor], list[str]]:
     line = model._fullshard.comm.shard_group
     gather = line.gather
 
-    def count(full: Tensor, own: Tensor, unit: str) -> Any:
-        gathered.append(unit)
-        return gather(full, own, unit)
+    def count(full: Tensor, own: Tensor, tag: Any) -> Any:
+        gathered.append(tag.unit)
+        return gather(full, own, tag)
 
     line.gather = count
     x = batch(0, 0)[0]

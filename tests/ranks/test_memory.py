@@ -220,8 +220,8 @@ def watching(model: nn.Module) -> Iterator[Watch]:
         watch.lanes[unit.name] = list(unit.lanes)
     gather, release = Lane.gather, Lane.release
 
-    def watched_gather(lane: Lane) -> None:
-        gather(lane)
+    def watched_gather(lane: Lane, *how: Any) -> None:
+        gather(lane, *how)
         watch.gathers[watch.phase] = watch.gathers.get(watch.phase, 0) + (lane.unit != "")
         watch.look()
 

@@ -351,8 +351,8 @@ def peak(kind: str, prefetch: bool) -> tuple[dict[str, int], Counter[str]]:
     found: Counter[str] = Counter()
     gather, sent = Lane.gather, count_collectives(model)
 
-    def watched(lane: Lane) -> None:
-        gather(lane)
+    def watched(lane: Lane, *how: Any) -> None:
+        gather(lane, *how)
         full = sum(any(ln.full.untyped_storage().nbytes() for ln in unit.lanes) for unit in units)
         found[phase] = max(found[phase], full)
 

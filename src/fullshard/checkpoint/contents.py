@@ -22,7 +22,8 @@ from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.values import MAX_INLINE_BYTES, Encoder, Tree, dense
 from fullshard.comm.groups import as_bytes
 from fullshard.engine.gradients import plainly
-from fullshard.engine.lane import Lane, piece_view
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
 from fullshard.plan.layout import Piece
@@ -176,7 +177,7 @@ def _part_of_group(site: Site, local: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(comm.ranks, max(sizes), dtype=local.dtype, device=local.device)
     rows[comm.rank, : sizes[comm.rank]].copy_(local.detach().reshape(-1))
     if rows.numel():
-        operation = comm.gather(as_bytes(rows), as_bytes(rows[comm.rank]), lane.unit)
+        operation = comm.gather(as_bytes(rows), as_bytes(rows[comm.rank]), comm.tag(lane.unit, "save"))
         if operation is not None:
             operation.wait()
     flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
@@ -192,14 +193,9 @@ def _row_major(site: Site, local: torch.Tensor) -> torch.Tensor:
     assert lane is not None
     if lane.replicated:
         return local.detach().contiguous().view(-1)
-    whole = torch.zeros(lane.layout.total, dtype=local.dtype, device=local.device)
-    own = whole.view(lane.comm.ranks, -1)[lane.comm.rank]
-    start, stop = lane.layout.in_shard(piece, lane.comm.rank)
-    own[start:stop].copy_(local.detach().reshape(-1))
-    operation = lane.comm.gather(as_bytes(whole), as_bytes(own), lane.unit)
-    if operation is not None:
-        operation.wait()
-    return piece_view(whole, piece).contiguous().view(-1)
+    index = lane.layout.pieces.index(piece)
+    flat = lane.gather_pieces({index: local}, local.dtype, lane.comm.tag(lane.unit, "save"))
+    return piece_view(flat, piece).contiguous().view(-1)
 
 
 def take_model(

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.mesh import grid_of, named_by_members
 from fullshard.comm.recorder_files import remove_abandoned
+from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
 from fullshard.environment import launch
 from fullshard.errors import FullshardError, OptionError, report_errors_as
@@ -45,12 +46,12 @@ class ShardGroup:
             comm.recorder.declare(channel, [comm.members.index(r) for r in ranks])
         self.gather_group, self.reduce_group = new_group(ranks), new_group(ranks)
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """All ranks' rows into `full`, as bytes; this rank's own is written already."""
         if self.ranks == 1:
             return None
         comm, channel = self._comm, self._gather_name
-        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        number = comm.begin(channel, tag)
         if not comm.staged:
             # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
             work = self.gather_group._allgather_base(full, own, _GATHER)
@@ -61,10 +62,10 @@ class ShardGroup:
         work = self.gather_group._allgather_base(host, mine, _GATHER)
         return Operation(self._watchdog, work, channel, number, lambda: full.copy_(host))
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: OpTag) -> Operation:
         """Row r of `sent` goes to rank r; what each rank sent to this one arrives in rows. As bytes."""
         comm, channel = self._comm, self._reduce_name
-        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        number = comm.begin(channel, tag)
         if not comm.staged:
             work = self.reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
             return Operation(self._watchdog, work, channel, number, None)
@@ -72,10 +73,10 @@ class ShardGroup:
         work = self.reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
         return Operation(self._watchdog, work, channel, number, lambda: received.copy_(host))
 
-    def scatter(self, own: torch.Tensor, sent: torch.Tensor, unit: str) -> Operation:
+    def scatter(self, own: torch.Tensor, sent: torch.Tensor, tag: OpTag) -> Operation:
         """Row r of every rank's `sent`, summed on the way, arrives at rank r."""
         comm, channel = self._comm, self._reduce_name
-        number = comm.recorder.begin(channel, comm.phase, unit, comm.step)
+        number = comm.begin(channel, tag)
         if not comm.staged:
             work = self.reduce_group._reduce_scatter_base(own, sent, _SCATTER)
             return Operation(self._watchdog, work, channel, number, None)
@@ -87,9 +88,9 @@ class ShardGroup:
 class Comm:
     """This rank's connections for one sharded model.
 
-    `line` is what units are gathered in. With `two_level` the grid's columns are shards too: interval
+    Units are gathered in `shard_group`. With `two_level` the grid's columns are shards too: interval
     s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep whole columns,
-    and `across` is the line on which those of one column put theirs together.
+    and `cross_node_group` joins those of one column.
     """
 
     def __init__(self, device: torch.device, grid: torch.Tensor, two_level: bool) -> None:
@@ -108,7 +109,7 @@ class Comm:
         # gloo moves host memory: device tensors are staged through it.
         self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0
-        self.phase = "shard"
+        self.observer: CommObserver | None = None
         self._control_group = new_group(self.members, backend="gloo")
         self._source = self.members[0]
         self.recorder = self._open_recorder(outer)
@@ -133,23 +134,36 @@ class Comm:
         self._side: Any = None
         self._pending_report: Operation | None = None  # in flight, waited for in the next step
 
+    def tag(self, unit: str, phase: str) -> OpTag:
+        return OpTag(unit, phase, self.step)
+
+    def begin(self, channel: str, tag: OpTag) -> int:
+        """Note an operation that is about to be issued; returns its running number."""
+        number = self.recorder.begin(channel, tag.phase, tag.unit, tag.step)
+        if self.observer is not None:
+            self.observer.issued(channel, number, tag)
+        return number
+
+    def observe(self, observer: CommObserver | None) -> None:
+        self.observer = self.watchdog.observer = observer
+
     # ---- hot path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self  # copies of a model, and of its state dict's values, control over the same groups
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
         if not self.two_level:
-            return self.shard_group.gather(full, own, unit)
+            return self.shard_group.gather(full, own, tag)
         assert self.cross_node_group is not None
         share = full.view(self.shard_group.ranks, -1)[self.shard_group.rank]
         with self._side_stream():
             # Waited for here: what follows needs it, and all ranks must issue that in one order.
-            operation = self.cross_node_group.gather(share, own, unit)
+            operation = self.cross_node_group.gather(share, own, tag)
             if operation is not None:
                 operation.wait()
-            return self.shard_group.gather(full, share, unit)
+            return self.shard_group.gather(full, share, tag)
 
     def _side_stream(self) -> Any:
         """A stream that may wait for the wire while the current one computes."""
@@ -160,11 +174,11 @@ class Comm:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
 
-    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, unit: str) -> Operation | None:
+    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
             return None
-        number = self.recorder.begin("reduce", self.phase, unit, self.step)
+        number = self.begin("reduce", tag)
         target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
         source = own.cpu() if self.staged else own
         work = _all_gather(
@@ -173,9 +187,9 @@ class Comm:
         after = (lambda: whole.copy_(target)) if self.staged else None
         return Operation(self.watchdog, work, "reduce", number, after)
 
-    def sum_replicas(self, shard: torch.Tensor, unit: str) -> Operation:
+    def sum_replicas(self, shard: torch.Tensor, tag: OpTag) -> Operation:
         """Sum equal shards over the replicas of a hybrid mesh, in place."""
-        return self._start_all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, unit)
+        return self._start_all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, tag)
 
     # ---- once a step
 
@@ -187,7 +201,7 @@ class Comm:
         """Maximum over all members, replicas included, in place."""
         self.max_shards(values)
         if self._replica_group is not None:
-            self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group, "gradients")
+            self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group)
 
     def report_all_used(self, count: int) -> None:
         """This rank's part of `max_everywhere(ones)`, whose result it need not wait for."""
@@ -201,7 +215,7 @@ class Comm:
             self.max_everywhere(ones)
         else:
             self._pending_report = self._start_all_reduce(
-                ones, dist.ReduceOp.MAX, self._small_group, "gradients"
+                ones, dist.ReduceOp.MAX, self._small_group, self.tag("gradients", "backward")
             )
             if self.watchdog.profiled:
                 self._pending_report.wait()
@@ -222,15 +236,15 @@ class Comm:
 
     def _small(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self._small_ranks > 1:
-            self._all_reduce(values, op, self._small_group, "gradients")
+            self._all_reduce(values, op, self._small_group)
         return values
 
-    def _all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> None:
-        self._start_all_reduce(values, op, group, unit).wait()
+    def _all_reduce(self, values: torch.Tensor, op: Any, group: Any) -> None:
+        self._start_all_reduce(values, op, group, self.tag("gradients", "backward")).wait()
 
-    def _start_all_reduce(self, values: torch.Tensor, op: Any, group: Any, unit: str) -> Operation:
+    def _start_all_reduce(self, values: torch.Tensor, op: Any, group: Any, tag: OpTag) -> Operation:
         channel = "replica" if group is self._replica_group else "reduce"
-        number = self.recorder.begin(channel, self.phase, unit, self.step)
+        number = self.begin(channel, tag)
         flat = torch.view_as_real(values) if values.is_complex() else values
         target = flat.cpu() if self.staged else flat
         work = dist.all_reduce(target, op=op, group=group, async_op=True)
@@ -239,30 +253,28 @@ class Comm:
 
     # ---- agreements on the host, over all members
 
-    def all_gather_int(self, value: int) -> list[int]:
+    def all_gather_int(self, value: int, phase: str = "between steps") -> list[int]:
         """Every rank's number, by rank."""
-        return [int(v) for v in self.all_gather_ints([value])[:, 0]]
+        return [int(v) for v in self.all_gather_ints([value], phase)[:, 0]]
 
-    def barrier(self, phase: str) -> None:
-        """Every rank must call this now: one that is elsewhere, and stands still there, is an error."""
-        self.phase = phase
-        if self.all_ranks > 1:
-            number = self.recorder.begin("control", phase, "agreement", self.step)
-            mine = torch.zeros(1, dtype=torch.int64)
-            rows = torch.empty(self.all_ranks, dtype=torch.int64)
-            work = _all_gather(rows, mine, group=self._control_group, async_op=True)
-            self.watchdog.wait_for(work, "control", number, watch=IdleWatch(self.recorder))
-            self.check_agreement()
-
-    def all_gather_ints(self, values: Sequence[int]) -> torch.Tensor:
-        """Every rank's numbers: one row a rank."""
+    def all_gather_ints(self, values: Sequence[int], phase: str = "between steps") -> torch.Tensor:
+        """Every rank's numbers, one row per rank."""
         mine = torch.tensor(values, dtype=torch.int64)
         if self.all_ranks == 1:
             return mine[None]
-        number = self.recorder.begin("control", self.phase, "agreement", self.step)
-        rows = torch.empty(self.all_ranks, len(values), dtype=torch.int64)
+        return self._agree(mine, phase, None)
+
+    def barrier(self, phase: str) -> None:
+        """Every rank must call this now: one that is elsewhere, and stands still there, is an error."""
+        if self.all_ranks > 1:
+            self._agree(torch.zeros(1, dtype=torch.int64), phase, IdleWatch(self.recorder))
+            self.check_agreement()
+
+    def _agree(self, mine: torch.Tensor, phase: str, watch: IdleWatch | None) -> torch.Tensor:
+        number = self.begin("control", self.tag("agreement", phase))
+        rows = torch.empty(self.all_ranks, len(mine), dtype=torch.int64)
         work = _all_gather(rows.view(-1), mine, group=self._control_group, async_op=True)
-        self.watchdog.wait_for(work, "control", number)
+        self.watchdog.wait_for(work, "control", number, watch=watch)
         return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.tags import CommObserver
 from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
@@ -67,8 +68,18 @@ class Watchdog:
 
     def __init__(self, recorder: FlightRecorder, host_waits: bool, stall_timeout_s: float) -> None:
         self.recorder, self.host_waits, self._stall_timeout_s = recorder, host_waits, stall_timeout_s
+        self.observer: CommObserver | None = None
 
     def wait_for(self, work: Any, channel: str, number: int, watch: IdleWatch | None = None) -> None:
+        """The operation is over when this returns; on a GPU, for the current stream."""
+        if self.observer is None:
+            self._wait_for(work, channel, number, watch)
+            return
+        self.observer.waiting(channel, number)
+        self._wait_for(work, channel, number, watch)
+        self.observer.waited(channel, number)
+
+    def _wait_for(self, work: Any, channel: str, number: int, watch: IdleWatch | None) -> None:
         if not self.host_waits and channel != "control":
             work.wait()  # the current stream waits, not the host
             self.recorder.end(channel, number)

@@ -262,7 +262,7 @@ class MethodGuard(Attached):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown_whole = self.runtime.options.replicated and self.method.__name__ not in _RESETS
-        if self.unit.depth or self.unit.is_unsharded or shown_whole:
+        if self.unit.pass_state.depth or self.unit.is_unsharded or shown_whole:
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "

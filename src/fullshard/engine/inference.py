@@ -21,6 +21,7 @@ from fullshard.engine.unit import LiveUnit, State
 from fullshard.errors import StateError, unit_label
 
 _DONE = -1
+_PHASE = "inference"
 _REMEDY = "Leave `with fs.inference(model):` before parameters change, and enter it again."
 
 
@@ -64,7 +65,6 @@ class InferenceSession:
         self._units, self._comm = list(units), comm
         self._lanes = [lane for unit in units for lane in unit.lanes]
         self._were_full = {unit.index for unit in units if unit.state is not State.AT_REST}
-        self._phase = comm.phase
         held = [unit for unit in units if unit.index in kept]
         self.kept = Kept(len(held), len(self._units), sum(unit.full_bytes for unit in held))
         held = [unit for unit in held if unit.cast or not unit.is_unsharded]  # fs.full shows these already
@@ -75,7 +75,6 @@ class InferenceSession:
         self._tells_at_once = comm.device.type == "cpu"  # elsewhere, reading it would make the device wait
         for unit in self._units:
             unit.await_all()
-        comm.phase = "inference"
         try:
             self._gather(held)
         except BaseException:
@@ -86,10 +85,10 @@ class InferenceSession:
         """Also those that a training forward left full: somebody may have edited parameters since."""
         for at, unit in enumerate(held):
             if at == 0:
-                unit.issue()
+                unit.issue(_PHASE)
             if at + 1 < len(held):
-                held[at + 1].issue()  # one ahead: a gather in flight may need memory beside its result
-            unit.ready()
+                held[at + 1].issue(_PHASE)  # one ahead: a gather in flight may need memory beyond its result
+            unit.ready(_PHASE)
             unit.held = True
 
     # ---- one forward of a unit
@@ -101,32 +100,31 @@ class InferenceSession:
                 f"{unit_label(unit.name)}: a forward that records gradients inside fs.inference",
                 "Leave `with fs.inference(model):` before training; inside it gradients are off.",
             )
-        if unit.depth == 0 and (unit.index == 0 or self._units[0].depth == 0):
+        if unit.pass_state.depth == 0 and (unit.index == 0 or self._units[0].pass_state.depth == 0):
             self._refuse_changes(unit)
         if unit.state is not State.FULL:
             self._gather_what_any_rank_needs(unit.index)
 
     def leave(self, unit: LiveUnit) -> None:
-        if unit.depth:
+        if unit.pass_state.depth:
             return
         if unit.index == 0:
             for other in self._units:
                 other.release()
-        elif not unit.awaited:
+        elif not unit.pass_state.awaited:
             unit.release()
 
-    def _gather_what_any_rank_needs(self, wish: int) -> None:
-        self._comm.phase = "inference"
+    def _gather_what_any_rank_needs(self, needed: int) -> None:
         while True:
-            wishes = self._comm.all_gather_int(wish)
-            for index in sorted({w for w in wishes if w != _DONE}):
+            by_rank = self._comm.all_gather_int(needed, _PHASE)
+            for index in sorted(set(by_rank) - {_DONE}):
                 unit = self._units[index]
                 was_full = unit.state is State.FULL
-                unit.issue()  # where it is full already, the same values arrive once more
-                unit.ready()
-                if index != wish and not was_full:
+                unit.issue(_PHASE)  # where it is full already, the same values arrive once more
+                unit.ready(_PHASE)
+                if index != needed and not was_full:
                     unit.release()
-            if wish != _DONE or all(w == _DONE for w in wishes):
+            if needed != _DONE or set(by_rank) == {_DONE}:
                 return
 
     # ---- the end
@@ -146,9 +144,8 @@ class InferenceSession:
             self.let_go()
 
     def let_go(self) -> None:
-        self._comm.phase = self._phase
         for unit in self._units:
-            unit.abandon()  # interrupted, if any of its forwards seems to run
+            unit.drop_calls()  # interrupted, if any of its forwards seems to run
             unit.held = False
             if unit.index not in self._were_full:
                 unit.release()

@@ -1,14 +1,42 @@
-"""Makes the layout real: flat storage, full views, and what modules show when.
+"""A lane: the flat buffers behind the parameters of one dtype and one trainability of a unit.
 
-A lane owns two flat buffers. `rest` is this rank's interval; the user's parameters are views of it.
-`full` has memory only while the unit is full; the compute parameters are permanent views of it, so
-a gather or a release touches one storage, whatever the number of parameters.
+Buffers, for R ranks, a layout of total = R * interval elements, and this rank r:
+
+    buffer               elements  dtype    memory                      equation
+    -------------------  --------  -------  --------------------------  --------------------------------------
+    rest                 interval  rest     always, in the lane's home  the shard, viewed by user's parameters
+      with `replicate`   total                                          every rank's interval
+    full                 total     compute  while the unit is full      interval r is cast(rest), the others
+                                                                        come by all-gather
+    own                  interval  compute  view of full                interval r of full
+    compute_parameters   -         compute  views of full               what modules see while they compute
+    ReceiveBuffer rows   R rows    wire     while a gather is in        decode(rows) = full; with a plain wire
+                                            flight                      there are none: rows are full itself
+      encoded            1 row     wire     from the first gather on    encode(rest) of this pass, so that
+                                                                        backward sends the same bytes
+    NodeShare value      total /   compute  forward to backward         this rank's part of the values which
+                         node ranks                                     its node holds together
+    unsharded            total     rest     inside fs.full              every rank's rest, end to end
+    gradients.flat       as rest   rest     from the first backward     mean over ranks of their gradients
+    send_buffer          total     packed   pack to end of exchange     this rank's full gradients
+    accumulation         total     sum      inside fs.accumulate        sum of micro-batches, replicate, zero1
+
+The last two belong to `reduce_buffers.LaneReduction`.
+
+`full` has memory only while the unit is full. The compute parameters are permanent views of it, so a gather
+or a release resizes one storage, whatever the number of parameters. Reading a view of a storage of size 0
+crashes; therefore modules show the user's own parameters outside forward and backward.
+
+Streams. Every buffer is allocated and freed on the compute stream. A collective runs on its group's stream,
+which waits for the compute stream when it is issued; `Operation.wait` makes the compute stream wait for the
+collective's event. So a buffer may be resized after `wait` without `record_stream`, whose deferred frees
+would hold memory for an unknown time. `wait` precedes every reuse of a buffer that a collective reads or
+writes.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,33 +44,23 @@ import torch
 from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
-from fullshard.engine.gradients import GradShard, Holder
-from fullshard.engine.quantize import pack, unpack
-from fullshard.errors import AtRestError, StateError, unit_label
+from fullshard.engine.gradient_shard import LaneGradients
+from fullshard.engine.home import DeviceHome, Home
+from fullshard.engine.pieces import piece_view
+from fullshard.engine.wire import Wire, parameter_wire
+from fullshard.errors import StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
 from fullshard.plan.tensor_parallel import Spec, exchange, local_of, show_dtensor, spec_of
-from fullshard.precision import LaneDtypes, packed_bytes
+from fullshard.precision import LaneDtypes
 
 _requires_grad = attrgetter("requires_grad")
 
 
-def piece_view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A parameter's whole value in a lane's flat buffer, with its own shape and memory order."""
-    dense = flat[piece.start : piece.stop].view(piece.memory_shape)
-    if piece.order == tuple(range(len(piece.shape))):
-        return dense
-    return dense.permute([piece.order.index(d) for d in range(len(piece.shape))])
-
-
-def in_memory_order(value: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A whole value as the flat sequence that the layout counts in."""
-    return value.permute(piece.order).reshape(-1)
-
-
 class Lane:
-    """The parameters of one dtype and one trainability of a unit: one flat buffer each way."""
+    """Parameters of one dtype and one trainability of a unit. The module's docstring lists its buffers."""
 
     def __init__(
         self,
@@ -56,37 +74,41 @@ class Lane:
         self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
         self.parameters = list(parameters)
         self.replicated = replicated
-        size = layout.total if replicated else layout.interval
-        self.rest = torch.zeros(size, dtype=dtypes.rest, device=comm.device)
-        # Replicated and not cast: the full value is the resting one, nothing to gather or release.
+        self.home: Home = DeviceHome(comm.device)
+        self.rest = self.home.zeros(layout.total if replicated else layout.interval, dtypes.rest)
+        # Replicated and not cast: the full value is the shard, nothing to gather or release.
         self.permanent = replicated and dtypes.rest == dtypes.compute
-        self.full = self.rest if self.permanent else self.rest.new_empty(layout.total, dtype=dtypes.compute)
+        self.full = self.rest if self.permanent else self._empty(layout.total, dtypes.compute)
         self.shard_views: list[torch.Tensor] = []
         self._divide()
         self.full_bytes = self._storage.nbytes()
         specs = [spec_of(p) for p in parameters]
         # How tensor parallelism has cut each parameter; empty for a lane that it has left alone.
         self.specs: list[Spec | None] = specs if any(spec is not None for spec in specs) else []
-        self._at_rest: list[tuple[nn.Parameter, torch.Tensor]] = []  # inside fs.full: what DTensors were
+        self._dtensors: list[tuple[nn.Parameter, torch.Tensor]] = []  # inside fs.full, with what they were
         views = [piece_view(self.full.data, piece) for piece in layout.pieces]
         self.compute_parameters = [
             nn.Parameter(view if spec is None else spec.wrap(view), requires_grad=p.requires_grad)
             for p, spec, view in zip(parameters, specs, views, strict=True)
         ]
-        self._packed = PackedLane(self) if dtypes.eight_bit_gather and comm.ranks > 1 else None
-        self._node = NodeShare(self) if comm.two_level and self._packed is None else None
+        wire = parameter_wire(dtypes)
+        self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
+        self._node_share = NodeShare(self) if comm.two_level and self._receive is None else None
         if not self.permanent:
             self._storage.resize_(0)
-        self.operation: Operation | None = None
-        self.keeps_memory = False  # of a small model: getting it anew each time costs more than it holds
-        self.places: dict[int, Place] = {}  # parameters whose gradient may be written where it is sent from
+        self.operation: Operation | None = None  # the gather in flight
+        self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
+        self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
         self.gradients: LaneGradients | None = None
+
+    def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=dtype, device=self.home.compute_device)
 
     def _divide(self) -> None:
         """Parts of the flat buffers, except the compute parameters."""
         if self.permanent or not self.shard_views:
-            self.own = self.full.view(self.comm.ranks, -1)[self.comm.rank]
+            self.own = self.own_interval(self.full)
             self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
             self._storage = self.full.untyped_storage()
         self.shard_views = [self._shard_view(piece) for piece in self.layout.pieces]
@@ -101,33 +123,62 @@ class Lane:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.duplicate(memo)[id(self)]
 
-    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime: copies the whole engine once
+    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime: copies the engine as a whole
+
+    def make_gradients(self) -> LaneGradients:
+        """A new gradient shard, of zeros."""
+        self.gradients = LaneGradients(self.layout, self.dtypes.rest, self.comm, self.home, self.replicated)
+        return self.gradients
 
     # ---- hot path
 
-    def gather(self) -> None:
+    def gather(self, tag: OpTag, again: bool) -> None:
+        """Start filling `full`. `again`: in backward, with the values that this pass's forward gathered."""
         self.take_assigned()
         if self.permanent:
             return
-        self.wait()  # for what an interrupted call left under way: its memory is about to be used again
-        if self._packed is not None and not self.replicated and self.unsharded is None:
-            self.operation = self._packed.gather()
+        self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
+        if self._receive is not None and not self.replicated and self.unsharded is None:
+            self.operation = self._receive.gather(tag, again)
             return
+        self._allocate()
+        if self.replicated or self.unsharded is not None:
+            self.full.copy_(self.home.stage(self.rest) if self.unsharded is None else self.unsharded)
+            return
+        if self._node_share is not None and self._node_share.is_kept(again):
+            self.operation = self._node_share.gather(self._full_as_bytes, tag)
+            return
+        self.own.copy_(self.home.stage(self.rest))
+        self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, tag)
+        if self._node_share is not None:
+            self._node_share.crossed(again)
+
+    def _allocate(self) -> None:
         if not self._storage.nbytes():
             self._storage.resize_(self.full_bytes)
-        if self.replicated or self.unsharded is not None:
-            self.full.copy_(self.rest if self.unsharded is None else self.unsharded)
+
+    def wait(self) -> None:
+        """The gather in flight, if there is one, is over when this returns (on a GPU: for the stream)."""
+        if self.operation is None:
             return
-        if self._node is not None and self._node.kept():
-            self.operation = self._node.gather(self._full_as_bytes)
-            return
-        self.own.copy_(self.rest)
-        self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, self.unit)
+        self.operation.wait()
+        self.operation = None
+        if self._receive is not None and self._receive.in_flight:
+            self._allocate()
+            self._receive.decode(self.full)
+        if self._node_share is not None:
+            self._node_share.gathered()
+
+    def release(self) -> None:
+        if not (self.permanent or self.keeps_memory):
+            self._storage.resize_(0)
+
+    # ---- values assigned by the user
 
     @property
     def assigned(self) -> bool:
-        """Somebody said `p.data = value` since the last gather, and not inside fs.full."""
-        at_rest = self.unsharded is None and not self._at_rest
+        """Whether user code ran `p.data = value` since the last gather, outside fs.full."""
+        at_rest = self.unsharded is None and not self._dtensors
         return at_rest and [p.data_ptr() for p in self.parameters] != self._addresses
 
     def take_assigned(self) -> None:
@@ -142,66 +193,87 @@ class Lane:
         for value, view, piece in zip(values, self.shard_views, self.layout.pieces, strict=True):
             if value.shape != view.shape:
                 has = f"this rank holds {tuple(view.shape)} of"
-                self._refuse_shape(piece, value, has, "Assign whole values inside fs.full.")
+                self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
         with torch.inference_mode(False), torch.no_grad():
             self.rest.data = torch.zeros_like(self.rest)
             self._divide()
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
             self.show_sharded()
-            for computing, view in zip(
-                self.compute_parameters if self.permanent else (), self.shard_views, strict=False
-            ):
-                local_of(computing).data = view  # the full value is the resting one
+            if self.permanent:  # the full value is the shard
+                for parameter, view in zip(self.compute_parameters, self.shard_views, strict=True):
+                    local_of(parameter).data = view
 
     def _refuse_shape(self, piece: Piece, value: torch.Tensor, has: str, remedy: str) -> None:
         given = f"parameter {piece.name!r} was given a value of shape {tuple(value.shape)}"
         raise StateError(f"{unit_label(self.unit)}: {given}; {has} {piece.shape}", remedy)
 
-    def wait(self) -> None:
-        if self.operation is not None:
-            self.operation.wait()
-            self.operation = None
-            if self._packed is not None and self._packed.under_way:
-                if not self._storage.nbytes():
-                    self._storage.resize_(self.full_bytes)
-                self._packed.land(self.full)
-            if self._node is not None:
-                self._node.keep()
+    # ---- full precision: every element at the resting dtype
 
-    def release(self) -> None:
-        if not (self.permanent or self.keeps_memory):
-            self._storage.resize_(0)
+    def gather_full_precision(self, tag: OpTag, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """Every rank's interval of the shard, or of another tensor that is cut like it: a collective.
 
-    # ---- whole values, for fs.full
-
-    def unshard(self) -> None:
-        """Every rank's interval at the resting dtype, shown in the user's parameters: a collective."""
-        self.take_assigned()
+        The flat result lies on the compute device, in the layout of the lane, in the dtype of the shard.
+        """
+        shard = self.rest if shard is None else shard
         if self.replicated:
-            self._show_as_cut(self.rest.data)
-            return
-        whole = torch.empty(self.layout.total, dtype=self.dtypes.rest, device=self.rest.device)
-        own = whole.view(self.comm.ranks, -1)[self.comm.rank]
-        own.copy_(self.rest)
-        operation = self.comm.gather(as_bytes(whole), as_bytes(own), self.unit)
+            return shard
+        flat = self._empty(self.layout.total, shard.dtype)
+        self.own_interval(flat).copy_(self.home.stage(shard))
+        return self._gather_flat(flat, tag)
+
+    def gather_pieces(self, pieces: dict[int, torch.Tensor], dtype: torch.dtype, tag: OpTag) -> torch.Tensor:
+        """The same for single parameters, by index, or states of them: the other elements are zero."""
+        flat = torch.zeros(self.layout.total, dtype=dtype, device=self.home.compute_device)
+        own = self.own_interval(flat)
+        for index, local in pieces.items():
+            start, stop = self.layout.in_shard(self.layout.pieces[index], self.comm.rank)
+            own[start:stop].copy_(local.detach().reshape(-1))
+        return self._gather_flat(flat, tag)
+
+    def _gather_flat(self, flat: torch.Tensor, tag: OpTag) -> torch.Tensor:
+        operation = self.comm.gather(as_bytes(flat), as_bytes(self.own_interval(flat)), tag)
         if operation is not None:
             operation.wait()
-        self.unsharded = whole
-        for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
-            parameter.data = piece_view(whole, piece)
-        self._show_as_cut(whole)
+        return flat
 
-    def _show_as_cut(self, whole: torch.Tensor) -> None:
+    def own_interval(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a flat buffer: the inverse of `gather_full_precision`."""
+        return flat.view(self.comm.ranks, -1)[self.comm.rank]
+
+    def unshard(self) -> None:
+        """Show every element, at the resting dtype, in the user's parameters (fs.full): a collective."""
+        self.take_assigned()
+        if self.replicated:
+            self._show_dtensors(self.rest.data)
+            return
+        self.unsharded = flat = self.gather_full_precision(self.comm.tag(self.unit, "full"))
+        for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
+            parameter.data = piece_view(flat, piece)
+        self._show_dtensors(flat)
+
+    def reshard(self, writeback: bool) -> None:
+        """Show the shard again; with `writeback` it takes this rank's elements of the unsharded values."""
+        for parameter, twin in self._dtensors:
+            exchange(parameter, twin)
+        self._dtensors.clear()
+        if self.unsharded is None:
+            return
+        if writeback:
+            self.home.put_back(self.rest, self.own_interval(self.unsharded))
+        self.unsharded = None
+        self.show_sharded()
+
+    def _show_dtensors(self, flat: torch.Tensor) -> None:
         """Tensor-parallel parameters are DTensors again, over this rank's part."""
         for parameter, piece, spec in zip(self.parameters, self.layout.pieces, self.specs, strict=False):
             if spec is not None:
-                self._at_rest.append((parameter, show_dtensor(parameter, spec, piece_view(whole, piece))))
+                self._dtensors.append((parameter, show_dtensor(parameter, spec, piece_view(flat, piece))))
 
-    def uncut_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def uncut_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What tensor parallelism has not cut: the same on all its ranks."""
         pieces = self.layout.pieces
-        return [piece_view(whole, p) for p in pieces if p.region is not None and not p.region.is_cut]
+        return [piece_view(flat, p) for p in pieces if p.region is not None and not p.region.is_cut]
 
     def take_replaced(self) -> None:
         """`p.data = value` inside fs.full counts like an edit in place."""
@@ -216,17 +288,6 @@ class Lane:
                 self._refuse_shape(piece, value, "it has", "A sharded parameter keeps its shape.")
             place.copy_(value)
 
-    def reshard(self, writeback: bool) -> None:
-        for parameter, twin in self._at_rest:
-            exchange(parameter, twin)
-        self._at_rest.clear()
-        if self.unsharded is None:
-            return
-        if writeback:
-            self.rest.copy_(self.unsharded.view(self.comm.ranks, -1)[self.comm.rank])
-        self.unsharded = None
-        self.show_sharded()
-
     def show_sharded(self) -> None:
         for parameter, view in zip(self.parameters, self.shard_views, strict=True):
             parameter.data = view
@@ -237,183 +298,71 @@ class Lane:
 
 
 class NodeShare:
-    """This rank's part of what its node holds together (hybrid, sharded across).
+    """This rank's part of the values that its node holds together (hybrid, sharded across nodes).
 
-    Kept from forward to backward, so that each step gathers between nodes once.
+    Kept in the compute dtype from forward to backward, so that each step gathers between nodes once.
     """
 
     def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        line = lane.comm.shard_group
-        self._share = lane.full.view(line.ranks, -1)[line.rank]
+        self._group = lane.comm.shard_group
+        self._share = lane.full.view(self._group.ranks, -1)[self._group.rank]
         self._share_as_bytes = as_bytes(self._share)
         self._value: torch.Tensor | None = None
         self._fresh = False  # of the pass that backward belongs to
+        self._keep: bool | None = None  # what to do when the gather across nodes is over; None: nothing
 
-    def kept(self) -> bool:
-        return self._fresh and self._lane.comm.phase == "backward"
+    def is_kept(self, again: bool) -> bool:
+        return self._fresh and again
 
-    def gather(self, full: torch.Tensor) -> Operation | None:
+    def gather(self, full: torch.Tensor, tag: OpTag) -> Operation | None:
+        """Inside the node only."""
         assert self._value is not None
         self._share.copy_(self._value)
-        return self._lane.comm.shard_group.gather(full, self._share_as_bytes, self._lane.unit)
+        return self._group.gather(full, self._share_as_bytes, tag)
 
-    def keep(self) -> None:
-        self._fresh = self._lane.comm.phase == "backward" or torch.is_grad_enabled()
-        if self._lane.comm.phase == "backward" or not self._fresh:
-            return
-        if self._value is None:
-            self._value = torch.empty_like(self._share)
-        self._value.copy_(self._share)
+    def crossed(self, again: bool) -> None:
+        """A gather across nodes was issued. A forward's result is kept where a backward may follow."""
+        self._keep = None if again else torch.is_grad_enabled()
+
+    def gathered(self) -> None:
+        if self._keep is not None:
+            self._fresh, self._keep = self._keep, None
+            if self._fresh:
+                if self._value is None:
+                    self._value = torch.empty_like(self._share)
+                self._value.copy_(self._share)
 
 
-class PackedLane:
-    """A lane on its way in 8-bit blocks. Packed once a pass; backward sends the same again."""
+class ReceiveBuffer:
+    """Rows in which encoded shards arrive, where they are not the full buffer itself.
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        row_bytes = packed_bytes(lane.layout.interval)
-        self._rows = torch.empty(lane.comm.ranks, row_bytes, dtype=torch.uint8, device=lane.rest.device)
-        self._flat, self._mine = self._rows.view(-1), self._rows[lane.comm.rank]
+    This rank's row is encoded once per pass, and kept: backward sends the same bytes again.
+    """
+
+    def __init__(self, lane: Lane, wire: Wire) -> None:
+        self._lane, self._wire = lane, wire
+        comm = lane.comm
+        self._rows = wire.rows(comm.ranks, lane.layout.interval, lane.home.compute_device)
+        self._flat, self._mine = self._rows.view(-1), self._rows[comm.rank]
         self._storage = self._rows.untyped_storage()
         self._size_bytes = self._storage.nbytes()
-        self._own: torch.Tensor | None = None
+        self._encoded: torch.Tensor | None = None
         self._storage.resize_(0)
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return self._storage.nbytes() > 0
 
-    def gather(self) -> Operation | None:
-        comm, lane = self._lane.comm, self._lane
-        if self._own is None or comm.phase != "backward":
-            if self._own is None:
-                self._own = self._mine.new_empty(self._mine.shape)
-            pack(lane.rest[None], self._own[None])
+    def gather(self, tag: OpTag, again: bool) -> Operation | None:
+        lane = self._lane
+        if self._encoded is None or not again:
+            if self._encoded is None:
+                self._encoded = self._mine.new_empty(self._mine.shape)
+            self._wire.encode(lane.home.stage(lane.rest)[None], self._encoded[None])
         self._storage.resize_(self._size_bytes)
-        self._mine.copy_(self._own)
-        return comm.gather(self._flat, self._mine, lane.unit)
+        self._mine.copy_(self._encoded)
+        return lane.comm.gather(self._flat, self._mine, tag)
 
-    def land(self, full: torch.Tensor) -> None:
-        unpack(self._rows, full.view(len(self._rows), -1))
+    def decode(self, full: torch.Tensor) -> None:
+        self._wire.decode(self._rows, full.view(len(self._rows), -1))
         self._storage.resize_(0)
-
-
-class LaneGradients:
-    """The gradient shard of a lane, and the permanent views that become `p.grad`."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.flat = torch.zeros(lane.rest.shape, dtype=lane.dtypes.rest, device=lane.rest.device)
-        ranks, rank = lane.comm.ranks, lane.comm.rank
-        self.own = self.flat.view(ranks, -1)[rank] if lane.replicated else self.flat
-        self.holder = Holder()
-        self.views = [self._view(piece) for piece in lane.layout.pieces]
-        self.live = False  # holds a sum that the next reduce is added to
-        self.was_live = False  # did so when this backward began
-        self._storage = self.flat.untyped_storage()
-        self._held = self._count()
-        self._refs = max(map(sys.getrefcount, self.views), default=0)
-
-    def _view(self, piece: Piece) -> GradShard:
-        lane, rank = self.lane, self.lane.comm.rank
-        start, stop = lane.layout.in_shard(piece, rank)
-        part = self.own[start:stop]
-        region = piece.region
-        answers = region is None or region.first
-        if lane.replicated:
-            view = GradShard.make(piece_view(self.flat, piece), lane.comm, part, self.holder, answers)
-            view.replicated = region is None or not region.is_cut
-            view.answers = answers and rank == 0
-            return view
-        local = part.view(shard_shape(piece.shape, stop - start))
-        return GradShard.make(local, lane.comm, None, self.holder, answers)
-
-    def _count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
-
-    def shared(self) -> bool:
-        """Somebody outside still holds these gradients (PCGrad and the like): they must stay as they are."""
-        held = max(map(sys.getrefcount, self.views), default=0)
-        return self._count() > self._held or held > self._refs
-
-
-_EVERYWHERE = -1
-
-
-class Slots:
-    """Every place that holds a unit's parameters, switched between at rest and full.
-
-    A unit of several modules (merged blocks) is switched module by module: only the one whose forward runs
-    needs its places, and switching all of them for each would cost the square of their number.
-    """
-
-    def __init__(self, unit: str, modules: Sequence[nn.Module]) -> None:
-        self.unit = unit
-        self._parts: dict[int, list[tuple[Any, Any, nn.Parameter, nn.Parameter]]] = {}
-        self._forwards: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
-        self._names: dict[int, str] = {}
-        self._part_of: dict[int, int] = {}
-        for part, module in enumerate(modules if len(modules) > 1 else ()):
-            for inside in module.modules():
-                shared = id(inside) in self._part_of  # lies in two of them
-                self._part_of[id(inside)] = _EVERYWHERE if shared else part
-
-    def part(self, module: nn.Module | None) -> int:
-        """What to switch for a forward of `module`."""
-        return self._part_of.get(id(module), _EVERYWHERE)
-
-    def add(
-        self,
-        owner: nn.Module | None,
-        place: tuple[Any, Any],
-        resting: nn.Parameter,
-        computing: nn.Parameter,
-        name: str,
-    ) -> None:
-        """`place` is a container and a key in it; `owner` the module that shows it, if one does."""
-        self._parts.setdefault(self.part(owner), []).append((*place, resting, computing))
-        self._names[id(resting)] = name
-
-    def add_forward(self, module: nn.Module, stand_in: Any) -> None:
-        """A stand-in for `module.forward` while the unit is at rest."""
-        forwards = self._forwards.setdefault(self.part(module), [])
-        forwards.append((module.__dict__, stand_in, stand_in.replaced))
-        module.__dict__["forward"] = stand_in
-
-    def stands_in(self, stand_in: Any) -> bool:
-        return any(known is stand_in for part in self._forwards.values() for _, known, _ in part)
-
-    def show_full(self, part: int = _EVERYWHERE) -> None:
-        for each in self._shown_with(part):
-            for container, key, resting, computing in self._parts.get(each, ()):
-                if container[key] is not resting:
-                    self._undo_and_refuse(self._names[id(resting)])
-                container[key] = computing
-            for attributes, _, original in self._forwards.get(each, ()):
-                if original is None:
-                    attributes.pop("forward", None)
-                else:
-                    attributes["forward"] = original
-
-    def show_sharded(self, part: int = _EVERYWHERE) -> None:
-        for each in self._shown_with(part):
-            for container, key, resting, _ in self._parts.get(each, ()):
-                container[key] = resting
-            for attributes, stand_in, _ in self._forwards.get(each, ()):
-                attributes["forward"] = stand_in
-
-    def _shown_with(self, part: int) -> Iterable[int]:
-        if part == _EVERYWHERE:
-            return self._parts.keys() | self._forwards.keys()
-        return part, _EVERYWHERE
-
-    def _undo_and_refuse(self, name: str) -> None:
-        for slots in self._parts.values():
-            for container, key, resting, computing in slots:
-                if container[key] is computing:
-                    container[key] = resting
-        raise AtRestError(
-            f"{unit_label(self.unit)}: somebody replaced its parameter {name!r} after sharding",
-            "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",
-        )

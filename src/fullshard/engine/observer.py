@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from fullshard.comm.tags import OpTag
+from fullshard.comm.tags import CommObserver
 
 Activity = Literal[
     "gather",  # the unit's gather is issued
@@ -24,13 +24,7 @@ Activity = Literal[
 ]
 
 
-class Observer(Protocol):
+class Observer(CommObserver, Protocol):
     def begin(self, activity: Activity, unit: str) -> None: ...
 
     def end(self, activity: Activity, unit: str) -> None: ...
-
-    def issued(self, channel: str, number: int, tag: OpTag) -> None: ...
-
-    def waiting(self, channel: str, number: int) -> None: ...
-
-    def waited(self, channel: str, number: int) -> None: ...

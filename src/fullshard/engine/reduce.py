@@ -1,9 +1,21 @@
-"""Gradients on their way from full to shard: pack, exchange, sum, and `p.grad`.
+"""Gradients from full to shard: pack, exchange, sum, and `p.grad`.
 
-One Reduction serves one model. In a backward it
-    begin   looks once at every `p.grad`: fresh, to be added to, or set by somebody else
-    done    packs a finished unit's gradients and sends them, in the agreed order
-    finish  waits, agrees on which parameters anybody used, and hands out `p.grad`
+One Reduction serves one model. In a backward pass
+
+    begin      takes over what is on `p.grad`: nothing, a sum to add to, or a value that the user set
+    done       packs the gradients of a finished unit and sends them, in the agreed order
+    finish     drains what is in flight, agrees on which parameters any rank used, and sets `p.grad`
+
+Nobody else sets `p.grad`. A unit's gradients go through these states:
+
+    compute_parameter.grad -> send buffer -> rows of the wire -> received rows -> gradient shard -> p.grad
+                   (inside fs.accumulate, with replicate and zero1: -> accumulation buffer, until the last
+                    micro-batch; with hybrid: -> accumulated shard, which is not yet summed over replicas)
+
+Sums are made in fp32 in the order of ranks, so every strategy makes the same sum.
+
+On a GPU nothing here waits for the device: `Operation.wait` makes the compute stream wait. A send buffer is
+freed (its storage resized on the compute stream) after that wait; before it the exchange may still read it.
 """
 
 from __future__ import annotations
@@ -16,25 +28,27 @@ from operator import attrgetter
 import torch
 
 from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.tags import OpTag
 from fullshard.engine.lane import Lane
+from fullshard.engine.observer import Observer
 from fullshard.engine.reduce_buffers import (
     InFlight,
     LaneReduction,
     SendBuffer,
     check_repeated,
     copy_into,
-    look_at,
-    mean_of_rows,
-    packed_gradients,
+    encode_rows,
+    take_over_grads,
     unpackable,
 )
 from fullshard.engine.unit import LiveUnit
+from fullshard.engine.wire import PlainWire
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
+from fullshard.plan.schedule import in_flight_limit
 from fullshard.plan.tensor_parallel import local_gradients
 
-_IN_FLIGHT = 4
-_LARGE_BYTES = 128 * 2**20
+_PLAIN = PlainWire(torch.float32)  # sums rows of any dtype
 _grad = attrgetter("grad")
 _GRAD, _NONE = repeat("grad"), repeat(None)  # for C-speed loops over parameters
 
@@ -48,8 +62,9 @@ class Reduction:
         self._units = [[LaneReduction(lane, unit) for lane in unit.lanes] for unit in units]
         self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
-        self.in_flight: list[InFlight] = []  # exchanges under way, the oldest first
-        self._line: list[int] = []
+        self.observer: Observer | None = None
+        self.in_flight: list[InFlight] = []  # the oldest first
+        self._order: list[int] = []  # in which units are sent
         self._at = 0
         self._waiting: set[int] = set()
         self._sent: set[int] = set()
@@ -58,44 +73,44 @@ class Reduction:
         self.postponing = False  # inside fs.accumulate
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
-        self.postponed = False
-        self._bad: list[str] = []  # parameters whose local gradients are not finite
+        self.postponed = False  # gradients wait for the last micro-batch
+        self._not_finite: list[str] = []  # parameters whose local gradients are not finite
 
     # ---- begin
 
-    def begin(self, line: Sequence[int]) -> None:
+    def begin(self, order: Sequence[int]) -> None:
         self._training = [[r for r in unit if any(r.lane.trainable)] for unit in self._units]
-        self._line = [unit for unit in line if self._training[unit]]
+        self._order = [unit for unit in order if self._training[unit]]
         self._at = 0
         self._waiting.clear()
         self._sent.clear()
-        for unit in self._line:
+        for unit in self._order:
             for reduction in self._training[unit]:
                 self._check_accumulated(reduction)
-                look_at(reduction.lane)
+                take_over_grads(reduction.lane)
 
     def prepare(self, unit: int) -> None:
-        """A unit's backward begins: large products may write their gradients where they are sent from."""
+        """A unit's backward begins: large products may write their gradients into the send buffer."""
         for reduction in self._training[unit]:
             lane = reduction.lane
             waiting = reduction.has_accumulated or (self.postponing and self._options.accumulates_locally)
             if not lane.places or waiting or self.absent or lane.dtypes.packed != lane.dtypes.compute:
                 continue
-            if not any(flight.reduction is reduction for flight in self.in_flight):
+            if not self._is_in_flight(reduction):
                 self._buffer(reduction).invite()
 
     # ---- done
 
     def done(self, unit: int, called: Callable[[int], bool]) -> None:
-        """A unit has all the gradients of this backward; units nobody called here wait for nothing."""
+        """A unit has all the gradients of this backward; units this rank did not call do not hold it up."""
         if not self._training[unit]:
             return
         if unit in self._sent:
             self._send(unit)  # called again in the same backward: one reduce more
             return
         self._waiting.add(unit)
-        while self._at < len(self._line):
-            head = self._line[self._at]
+        while self._at < len(self._order):
+            head = self._order[self._at]
             if head not in self._waiting and called(head):
                 return
             self._at += 1
@@ -103,19 +118,19 @@ class Reduction:
 
     def skip_to(self, unit: int, inner: frozenset[int], called: Callable[[int], bool]) -> None:
         """This rank's backward has come to `unit`: units before it, and before those inside it, that this
-        rank never called go now."""
-        while self._at < len(self._line):
-            head = self._line[self._at]
+        rank never called are sent now."""
+        while self._at < len(self._order):
+            head = self._order[self._at]
             if head == unit or called(head) or head in inner:
                 return
             self._at += 1
             self._send(head)
 
     def flush(self) -> None:
-        """The backward is over: whatever has not been sent goes now, in order."""
-        for unit in self._line[self._at :]:
+        """The backward is over: what has not been sent is sent now, in order."""
+        for unit in self._order[self._at :]:
             self._send(unit)
-        self._at = len(self._line)
+        self._at = len(self._order)
         for unit in sorted(self._sent):
             if any(g.grad is not None for r in self._training[unit] for g in r.lane.compute_parameters):
                 self._send(unit)
@@ -124,7 +139,10 @@ class Reduction:
         self.before_send(unit)
         self._sent.add(unit)
         self._waiting.discard(unit)
-        for reduction in self._training[unit]:
+        observer, training = self.observer, self._training[unit]
+        if observer is not None and training:
+            observer.begin("send", training[0].lane.unit)
+        for reduction in training:
             gradients = list(map(_grad, reduction.lane.compute_parameters))
             deque(map(setattr, reduction.lane.compute_parameters, _GRAD, _NONE), maxlen=0)
             if self.absent:
@@ -133,44 +151,49 @@ class Reduction:
                 gradients = local_gradients(gradients, reduction.lane.specs)
             reduction.note([g is not None for g in gradients])
             if self._options.check_gradients:
-                self._bad += _not_finite(reduction.lane, gradients)
+                self._not_finite += _not_finite(reduction.lane, gradients)
             from_accumulation = reduction.has_accumulated
             try:
-                sending = self._pack(reduction, gradients)
+                buffer = self._pack(reduction, gradients)
             except (RuntimeError, NotImplementedError) as error:
                 raise unpackable(reduction.lane, gradients, error) from error
-            if sending is not None:
-                self._exchange(reduction, sending, from_accumulation)
+            if buffer is not None:
+                self._exchange(reduction, buffer, from_accumulation)
+        if observer is not None and training:
+            observer.end("send", training[0].lane.unit)
 
     def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> SendBuffer | None:
         lane = reduction.lane
         if self.postponing and self._options.accumulates_locally:
             self._accumulate(reduction, gradients)
             return None
-        while any(flight.reduction is reduction for flight in self.in_flight):
-            self._finish_oldest()  # its buffers are still on the way
+        while self._is_in_flight(reduction):
+            self._finish_oldest()  # its buffers are still read or written
         if reduction.has_accumulated:
             accumulation = self._accumulate(reduction, gradients)
             reduction.has_accumulated = False
             if lane.dtypes.packed == accumulation.flat.dtype:
                 return accumulation
-            send_buffer = self._outgoing(reduction)
-            send_buffer.flat.copy_(accumulation.flat)
+            buffer = self._opened_buffer(reduction)
+            buffer.flat.copy_(accumulation.flat)
             accumulation.close()
-            return send_buffer
-        send_buffer = self._outgoing(reduction)
-        copy_into(send_buffer, gradients)
-        return send_buffer
+            return buffer
+        buffer = self._opened_buffer(reduction)
+        copy_into(buffer, gradients)
+        return buffer
+
+    def _is_in_flight(self, reduction: LaneReduction) -> bool:
+        return any(flight.reduction is reduction for flight in self.in_flight)
 
     def _buffer(self, reduction: LaneReduction) -> SendBuffer:
         if reduction.send_buffer is None:
             reduction.send_buffer = SendBuffer(reduction.lane, reduction.lane.dtypes.packed)
         return reduction.send_buffer
 
-    def _outgoing(self, reduction: LaneReduction) -> SendBuffer:
-        send_buffer = self._buffer(reduction)
-        send_buffer.open()  # where it was opened for products already, nothing happens
-        return send_buffer
+    def _opened_buffer(self, reduction: LaneReduction) -> SendBuffer:
+        buffer = self._buffer(reduction)
+        buffer.open()  # where it was opened for products already, nothing happens
+        return buffer
 
     def _accumulate(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> SendBuffer:
         """Add to what waits for the last micro-batch, weighted so that every rank counts alike."""
@@ -182,47 +205,45 @@ class Reduction:
             accumulation.flat.zero_()
             reduction.has_accumulated = True
         weight = self._comm.all_ranks / self.active_ranks if self.active_ranks else 1.0
-        there = [(v, g) for v, g in zip(accumulation.views, gradients, strict=True) if g is not None]
-        if there:
-            views, values = zip(*there, strict=True)
+        pairs = zip(accumulation.views, gradients, strict=True)
+        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if present:
+            views, values = zip(*present, strict=True)
             torch._foreach_add_(list(views), [v.to(accumulation.flat.dtype) for v in values], alpha=weight)
         return accumulation
 
-    def _exchange(self, reduction: LaneReduction, sent: SendBuffer, from_accumulation: bool) -> None:
+    def _exchange(self, reduction: LaneReduction, buffer: SendBuffer, from_accumulation: bool) -> None:
         ranks = self._comm.all_ranks if from_accumulation else max(1, self.active_ranks)
         own_divisor = reduction.unit.policy.divisor
         divisor = ranks if own_divisor is None else own_divisor
-        line, unit = self._comm.shard_group, reduction.lane.unit
-        self._throttle(sent.size_bytes)
+        group, wire, tag = self._comm.shard_group, reduction.wire, self._tag(reduction.lane)
+        self._throttle(buffer.size_bytes)
         if self._comm.ranks == 1:
-            self.in_flight.append(InFlight(reduction, sent, sent.flat[None], None, divisor))
-        elif reduction.lane.dtypes.eight_bit_wire:
-            feedback = self._options.precision.error_feedback and not self.absent
-            packed = packed_gradients(reduction, sent, line.ranks, feedback)
-            received = torch.empty_like(packed)
-            operation = line.exchange(received.view(-1), packed.view(-1), unit)
-            self.in_flight.append(InFlight(reduction, packed, received, operation, divisor))
-        elif self._options.reduce == "scatter":
-            received = torch.empty_like(sent.flat.view(line.ranks, -1)[:1])
-            operation = line.scatter(received.view(-1), sent.flat, unit)
-            self.in_flight.append(InFlight(reduction, sent, received, operation, divisor))
+            self.in_flight.append(InFlight(reduction, buffer, buffer.flat[None], None, divisor, _PLAIN))
+        elif self._options.reduce == "scatter" and wire.in_place:
+            received = torch.empty_like(buffer.flat.view(group.ranks, -1)[:1])
+            operation = group.scatter(received.view(-1), buffer.flat, tag)
+            self.in_flight.append(InFlight(reduction, buffer, received, operation, divisor, _PLAIN))
         else:
-            received = torch.empty_like(sent.flat).view(line.ranks, -1)
-            operation = line.exchange(as_bytes(received), sent.as_bytes, unit)
-            self.in_flight.append(InFlight(reduction, sent, received, operation, divisor))
+            feedback = self._options.precision.error_feedback and not self.absent
+            rows = encode_rows(reduction, buffer, group.ranks, feedback)
+            received = torch.empty_like(rows)
+            sent_bytes = buffer.as_bytes if wire.in_place else as_bytes(rows)
+            operation = group.exchange(as_bytes(received), sent_bytes, tag)
+            held = buffer if wire.in_place else rows  # read until the exchange is over
+            self.in_flight.append(InFlight(reduction, held, received, operation, divisor, wire))
 
     def _throttle(self, size_bytes: int) -> None:
-        """Before another exchange: a few may be under way, a large one alone.
+        """Before another exchange: a few may be in flight, a large one alone.
 
         gloo uses a link both ways at once only while several are.
         Ranks on different paths finish units in different orders: there, waiting could close a circle.
         """
-        limit = 1 if size_bytes > _LARGE_BYTES else _IN_FLIGHT
+        limit = in_flight_limit(size_bytes)
         while len(self.in_flight) >= limit and (not self.diverges or self.in_flight[0].over()):
             self._finish_oldest()
 
     def _drain(self) -> None:
-        """Bring home everything in flight."""
         while self.in_flight:
             self._finish_oldest()
 
@@ -230,45 +251,55 @@ class Reduction:
         flight = self.in_flight[0]
         flight.wait()
         del self.in_flight[0]  # not before: if waiting raises, `drop` must still know of its buffers
-        lane, rows, divisor = flight.reduction.lane, flight.received, flight.divisor
+        observer = self.observer
+        if observer is not None:
+            observer.begin("sum", flight.reduction.lane.unit)
+        if not flight.second_leg and self._comm.cross_node_group is not None and flight.operation is not None:
+            self._cross_nodes(flight)
+        elif not flight.second_leg and self._comm.replicas > 1:
+            self._sum_replicas(flight)
+        else:
+            self._sum_into_shard(flight)
+        if observer is not None:
+            observer.end("sum", flight.reduction.lane.unit)
+
+    def _sum_into_shard(self, flight: InFlight) -> None:
+        lane = flight.reduction.lane
         gradients = lane.gradients
         assert gradients is not None
-        if not flight.crossed and self._comm.cross_node_group is not None and flight.operation is not None:
-            self._cross(flight)
-            return
-        if not flight.crossed and self._comm.replicas > 1:
-            self._sum_replicas(flight)
-            return
         if gradients.live or lane.dtypes.sum != lane.dtypes.rest:
-            total = mean_of_rows(rows, divisor, torch.empty_like(gradients.own, dtype=lane.dtypes.sum))
+            total = torch.empty_like(gradients.own, dtype=lane.dtypes.sum, device=lane.home.compute_device)
+            flight.wire.mean(flight.received, flight.divisor, total)
             (gradients.own.add_ if gradients.live else gradients.own.copy_)(total)
         else:
-            mean_of_rows(rows, divisor, gradients.own)
+            flight.wire.mean(flight.received, flight.divisor, gradients.own)
         gradients.live = True
         if isinstance(flight.sent, SendBuffer):
             flight.sent.close()
 
     def _total(self, flight: InFlight, divisor: float) -> torch.Tensor:
-        """What arrived on the line, added up, for a second leg; its buffer is free."""
+        """The sum of what the shard group sent, for a second leg; the send buffer is free afterwards."""
         lane = flight.reduction.lane
         share = lane.layout.total // self._comm.shard_group.ranks
-        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.rest.device)
-        mean_of_rows(flight.received, divisor, total)
+        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.home.compute_device)
+        flight.wire.mean(flight.received, divisor, total)
         if isinstance(flight.sent, SendBuffer):
             flight.sent.close()
         return total
 
-    def _cross(self, flight: InFlight) -> None:
-        """The node's sum is there: now between nodes, in the dtype of the sum."""
-        across, lane = self._comm.cross_node_group, flight.reduction.lane
-        assert across is not None
+    def _cross_nodes(self, flight: InFlight) -> None:
+        """The node's sum goes between nodes, in the dtype of the sum."""
+        group, reduction = self._comm.cross_node_group, flight.reduction
+        assert group is not None
         total = self._total(flight, divisor=1)
-        received = torch.empty_like(total).view(across.ranks, -1)
-        operation = across.exchange(as_bytes(received), as_bytes(total), lane.unit)
-        self.in_flight.append(InFlight(flight.reduction, total, received, operation, flight.divisor, True))
+        received = torch.empty_like(total).view(group.ranks, -1)
+        operation = group.exchange(as_bytes(received), as_bytes(total), self._tag(reduction.lane))
+        self.in_flight.append(
+            InFlight(reduction, total, received, operation, flight.divisor, _PLAIN, second_leg=True)
+        )
 
     def _sum_replicas(self, flight: InFlight) -> None:
-        """This row's mean is there: now the sum over replicas, unless it is postponed."""
+        """The mean over this shard group goes on to the sum over replicas, unless that is postponed."""
         reduction = flight.reduction
         total = self._total(flight, flight.divisor)
         if reduction.accumulated_shard is not None:
@@ -277,20 +308,22 @@ class Reduction:
         if self.postponing:
             reduction.accumulated_shard = total
             return
-        operation = self._comm.sum_replicas(total, reduction.lane.unit)
-        self.in_flight.append(InFlight(reduction, total, total[None], operation, 1, True))
+        operation = self._comm.sum_replicas(total, self._tag(reduction.lane))
+        self.in_flight.append(InFlight(reduction, total, total[None], operation, 1, _PLAIN, second_leg=True))
+
+    def _tag(self, lane: Lane) -> OpTag:
+        return self._comm.tag(lane.unit, "backward")
 
     # ---- finish
 
     def finish(self) -> None:
-        """Hand out `p.grad`, or postpone it to the last micro-batch."""
+        """Set `p.grad`, or postpone it to the last micro-batch."""
         self._drain()
-        postponed = self.postponing and (self._options.accumulates_locally or self._comm.replicas > 1)
-        if postponed:
+        if self.postponing and (self._options.accumulates_locally or self._comm.replicas > 1):
             self._postpone()
             return
         self.postponed = False
-        reductions = [r for unit in self._line for r in self._training[unit]]
+        reductions = [r for unit in self._order for r in self._training[unit]]
         used = self._agree_on_used(reductions)
         for reduction in reductions:
             reduction.used = None
@@ -314,22 +347,20 @@ class Reduction:
                     hook(parameter)
 
     def _regather(self, reductions: Sequence[LaneReduction]) -> None:
-        """Every rank's sums on all ranks: all under way before the first is waited for."""
-        under_way = []
+        """Every rank's sums on all ranks: all in flight before the first is waited for."""
+        in_flight = []
         for reduction in reductions:
-            lane = reduction.lane
-            assert lane.gradients is not None
-            under_way.append(
-                self._comm.regather_gradients(lane.gradients.flat, lane.gradients.own, lane.unit)
-            )
-        for operation in under_way:
+            lane, gradients = reduction.lane, reduction.lane.gradients
+            assert gradients is not None
+            in_flight.append(self._comm.regather_gradients(gradients.flat, gradients.own, self._tag(lane)))
+        for operation in in_flight:
             if operation is not None:
                 operation.wait()
 
     def _postpone(self) -> None:
-        """`p.grad` becomes a token: it refuses to be read, and taking it away drops what has postponed up."""
+        """`p.grad` becomes a token: it refuses to be read, and removing it drops what has accumulated."""
         self.postponed = True
-        for unit in self._line:
+        for unit in self._order:
             for reduction in self._training[unit]:
                 gradients = reduction.lane.gradients
                 assert gradients is not None
@@ -357,12 +388,12 @@ class Reduction:
         local = [r.used or [False] * len(r.lane.parameters) for r in reductions]
         for flags_of, reduction in zip(local, reductions, strict=True):
             for i, trains in enumerate(reduction.lane.trainable):
-                flags_of[i] |= not trains  # frozen since: nothing to ask the others about
+                flags_of[i] |= not trains  # frozen since: the other ranks' answers do not matter
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
         if all(flat):
-            self._comm.report_all_used(len(flat))  # nothing that the others say would change it
+            self._comm.report_all_used(len(flat))  # the other ranks' flags would not change it
             return local
         flags = torch.tensor(flat, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
         self._comm.max_everywhere(flags)
@@ -371,24 +402,26 @@ class Reduction:
 
     def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:
         """Named by the rank whose batch made them; those that only the sum made, by the rank that summed."""
-        bad, self._bad = self._bad, []
-        said = [f"rank {r} made one in {line}" for r, line in self._tell(bad)]
-        if not said:
+        local, self._not_finite = self._not_finite, []
+        places = [f"rank {r} made one in {where}" for r, where in self._gather_texts(local)]
+        if not places:
             summed = []
             for reduction in reductions:
                 gradients = reduction.lane.gradients
                 assert gradients is not None
                 summed += _not_finite(reduction.lane, [view.part for view in gradients.views])
-            said = [f"rank {r} found one in the sum for {line}" for r, line in self._tell(summed)]
-        if said:
+            places = [f"rank {r} found one in the sum for {where}" for r, where in self._gather_texts(summed)]
+        if places:
             raise GradientError(
-                f"gradients are not finite (step {self._comm.step}): {'; '.join(said)}",
+                f"gradients are not finite (step {self._comm.step}): {'; '.join(places)}",
                 "Look at the loss scale, the learning rate and this step's batch; p.grad was not set.",
             )
 
-    def _tell(self, lines: list[str]) -> list[tuple[int, str]]:
-        members, said = self._comm.world.members, self._comm.world.all_gather_object(lines[:4])
-        return [(rank, line) for rank, theirs in zip(members, said, strict=True) for line in theirs]
+    def _gather_texts(self, texts: list[str]) -> list[tuple[int, str]]:
+        """The first texts of every rank, each with its rank."""
+        world = self._comm.world
+        gathered = zip(world.members, world.all_gather_object(texts[:4]), strict=True)
+        return [(rank, text) for rank, theirs in gathered for text in theirs]
 
     def require_nothing_postponed(self) -> None:
         if self.postponed:
@@ -407,8 +440,8 @@ class Reduction:
                 reduction.drop_accumulated()
                 if reduction.send_buffer is not None:
                     reduction.send_buffer.close()
-                for computing in reduction.lane.compute_parameters:
-                    computing.grad = None
+                for parameter in reduction.lane.compute_parameters:
+                    parameter.grad = None
         self.postponed = False
 
 

@@ -1,9 +1,9 @@
-"""Buffers of gradients on their way: what a lane sends, what postponed up, and the look at `p.grad`."""
+"""Buffers of a reduce: send buffers, accumulation buffers, exchanges in flight, and taking over `p.grad`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -11,21 +11,21 @@ import torch
 
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.watchdog import Operation
-from fullshard.engine.lane import Lane, LaneGradients, piece_view
-from fullshard.engine.quantize import add_rows, pack
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import piece_view
 from fullshard.engine.unit import LiveUnit
+from fullshard.engine.wire import Wire, gradient_wire
 from fullshard.errors import GradientError, unit_label
 from fullshard.plan.layout import Piece
-from fullshard.precision import packed_bytes
 
 _grad = attrgetter("grad")
 
 
 class SendBuffer:
-    """A lane's send buffer: memory only while gradients flight, views that stay."""
+    """A lane's packed gradients: memory only from packing to the end of the exchange, views that stay."""
 
     def __init__(self, lane: Lane, dtype: torch.dtype) -> None:
-        self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.rest.device)
+        self.flat = torch.empty(lane.layout.total, dtype=dtype, device=lane.home.compute_device)
         self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
         self.as_bytes = as_bytes(self.flat)
         # Blocks of 8 bits share a scale: what lies between parameters must not be in it.
@@ -78,16 +78,20 @@ def _gaps(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
 
 @dataclass
 class LaneReduction:
-    """What one lane needs to reduce: buffers, what postponed up, who was used since the last sum."""
+    """What one lane needs to reduce: its buffers, and which parameters were used since the last sum."""
 
     lane: Lane
     unit: LiveUnit
     send_buffer: SendBuffer | None = None
     accumulation: SendBuffer | None = None
-    has_accumulated: bool = False  # the accumulation has something that was not sent yet
-    accumulated_shard: torch.Tensor | None = None
+    has_accumulated: bool = False  # the accumulation buffer holds gradients that were not sent yet
+    accumulated_shard: torch.Tensor | None = None  # hybrid: sums that were not yet added over replicas
     used: list[bool] | None = None
     residual: torch.Tensor | None = None  # what 8-bit gradients have left out so far
+    wire: Wire = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wire = gradient_wire(self.lane.dtypes)
 
     def drop_accumulated(self) -> None:
         self.accumulated_shard = self.used = None
@@ -112,7 +116,8 @@ class InFlight:
     received: torch.Tensor
     operation: Operation | None
     divisor: float
-    crossed: bool = False  # hybrid, sharded across: the second of two exchanges, between nodes
+    wire: Wire  # of the received rows
+    second_leg: bool = False  # hybrid: between nodes, after the exchange inside each
 
     def over(self) -> bool:
         return self.operation is None or self.operation.over()
@@ -122,15 +127,15 @@ class InFlight:
             self.operation.wait()
 
 
-def look_at(lane: Lane) -> None:
-    """Fresh gradients overwrite the shard, others are added to it; a stranger's value is taken over."""
+def take_over_grads(lane: Lane) -> None:
+    """Fresh gradients overwrite the shard, others are added to it; a user's own values are taken over."""
     gradients = lane.gradients
     shared = gradients is not None and gradients.shared()
     current = list(map(_grad, lane.parameters))
     if gradients is None or (shared and any(g is None for g in current)):
-        # Somebody kept gradients that he took off their parameters: leave them to him and begin new ones.
-        # What is still on its parameter is taken over below.
-        gradients = lane.gradients = LaneGradients(lane)
+        # User code holds gradients that it took off their parameters: they stay as they are, and new ones
+        # begin. What is still on its parameter is taken over below.
+        gradients = lane.make_gradients()
     gradients.live = gradients.was_live = any(g is not None for g in current)
     if not gradients.live:
         return
@@ -172,29 +177,17 @@ def copy_into(send_buffer: SendBuffer, gradients: Sequence[torch.Tensor | None])
         torch._foreach_copy_(views, values)
 
 
-def mean_of_rows(rows: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
-    """The mean of one row a rank, added up in the dtype of `out`. Rows of bytes are 8-bit blocks."""
-    if rows.dtype == torch.uint8:
-        add_rows(rows, out, 1.0 / divisor)
-        return out
-    if len(rows) == 1:
-        out.copy_(rows[0])
-    elif divisor == len(rows):
-        return torch.mean(rows, 0, dtype=out.dtype, out=out)  # one kernel instead of two
-    else:
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
-    return out if divisor == 1 else out.mul_(1.0 / divisor)
-
-
-def packed_gradients(reduction: LaneReduction, sent: SendBuffer, rows: int, feedback: bool) -> torch.Tensor:
-    """A lane's gradients in 8-bit blocks, one row for each rank they go to."""
-    values = sent.flat.view(rows, -1)
+def encode_rows(reduction: LaneReduction, sent: SendBuffer, num_rows: int, feedback: bool) -> torch.Tensor:
+    """A lane's packed gradients as the wire sends them, one row per receiving rank."""
+    values, wire = sent.flat.view(num_rows, -1), reduction.wire
+    if wire.in_place:
+        return values
     if feedback and reduction.residual is None:
         reduction.residual = torch.zeros_like(values, dtype=torch.bfloat16)
-    packed = torch.empty(rows, packed_bytes(values.shape[1]), dtype=torch.uint8, device=values.device)
-    pack(values, packed, reduction.residual if feedback else None)
+    rows = wire.rows(num_rows, values.shape[1], values.device)
+    wire.encode(values, rows, reduction.residual if feedback else None)
     sent.close()
-    return packed
+    return rows
 
 
 def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
@@ -212,10 +205,10 @@ def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
             if piece.region is not None and not piece.region.is_cut:
                 start, stop = layout.in_shard(piece, comm.rank)
                 norms[piece.name] = float(torch.linalg.vector_norm(gradients.own[start:stop].double()))
-    said = comm.world.all_gather_object(((comm.rank, comm.replica), norms))
-    floor = 1e-6 * max((norm for _, theirs in said for norm in theirs.values()), default=0.0)
+    gathered = comm.world.all_gather_object(((comm.rank, comm.replica), norms))
+    floor = 1e-6 * max((norm for _, theirs in gathered for norm in theirs.values()), default=0.0)
     first: dict[tuple[Any, str], tuple[int, float]] = {}
-    for rank, (place, theirs) in zip(comm.world.members, said, strict=True):
+    for rank, (place, theirs) in zip(comm.world.members, gathered, strict=True):
         for name, norm in theirs.items():
             other, same = first.setdefault((place, name), (rank, norm))
             if abs(norm - same) > floor + 1e-2 * max(norm, same):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch import nn
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine.gather import Gathering, current_task
 from fullshard.engine.lane import Lane
+from fullshard.engine.observer import Observer
 from fullshard.engine.reduce import Reduction
 from fullshard.engine.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
 from fullshard.engine.unit import NO_TASK, LiveUnit, State
@@ -31,7 +32,6 @@ from fullshard.environment import return_memory_to_system
 from fullshard.errors import NotSupported, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.plan import Plan
-from fullshard.plan.schedule import reduce_order
 from fullshard.policy import UnitPolicy
 
 _requires_grad = attrgetter("requires_grad")
@@ -83,6 +83,7 @@ class Runtime:
         self._passes = 0
         self.steps = 0  # optimizer steps taken on these parameters
         self._values = self._values_in_backward = (0, 0)
+        self._observer: Observer | None = None
         for unit in self.units:
             unit.duplicate = self._duplicate
         for lane in self.lanes:
@@ -98,30 +99,30 @@ class Runtime:
     # ---- forward
 
     def before_forward(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        unit.entry_failed = True
+        unit.pass_state.entry_failed = True
         if self.unfinished is not None:
             self.unfinished()
-        if unit is self.root and unit.depth:
-            # A module inside that shares a parameter with the root is not a call of the root.
-            self.gathering.forget_interrupted(own_calls=int(module in unit.modules))
+        if unit is self.root:
+            self.gathering.forget_interrupted()
         if current_task() != NO_TASK:
             self._begin_backward()  # a recomputation may come before any of our nodes
         elif unit is self.root and self.gathering.forward is None and self.gathering.inference is None:
             self._begin_pass()
-        elif self.gathering.forward is None and unit.depth == 0:
+        elif self.gathering.forward is None and unit.pass_state.depth == 0:
             self._follow_user()  # a part of the model is called by itself: no pass will notice it
         try:
             return self._enter(unit, module, args, kwargs)
         except BaseException:
-            if unit is self.root and unit.depth == 0:
+            if unit is self.root and unit.pass_state.depth == 0:
                 self.gathering.abandon_pass()
             raise
 
     def _enter(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.gathering.need(unit)
         if unit.merged:
-            unit.meet(module, current_task() != NO_TASK)
-        unit.claims = max(0, unit.claims - 1)
+            unit.block_called(module, current_task() != NO_TASK)
+        now = unit.pass_state
+        now.claims = max(0, now.claims - 1)
         casts = unit.policy.casts
         dtype = self.options.precision.compute if casts is None else casts[0]
         if dtype is not None:
@@ -129,23 +130,28 @@ class Runtime:
             kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
         node = first_node(args, kwargs) if torch.is_grad_enabled() else None
         unit.enter(module)
-        unit.calls.append(node)
-        unit.entry_failed = False
+        now.nodes.append(node)
+        now.entry_failed = False
+        if self._observer is not None:
+            self._observer.begin(_forward_kind(), unit.name)
         return args, kwargs
 
     def after_forward(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
-        if unit.entry_failed or not unit.calls:
-            unit.entry_failed = False
+        now = unit.pass_state
+        if now.entry_failed or not now.nodes:
+            now.entry_failed = False
             return output
-        node = unit.calls.pop()
+        node = now.nodes.pop()
         unit.leave()
+        if self._observer is not None:
+            self._observer.end(_forward_kind(), unit.name)
         grad = torch.is_grad_enabled()
         if type(output) is torch.Tensor:
             output = unit.hand_out(grad, output)
         else:
             output = map_tensors(output, partial(unit.hand_out, grad))
         hooked = grad and self._hook(unit, module, output, node)
-        unit.unhooked |= grad and not hooked and unit.trains()
+        now.unhooked |= grad and not hooked and unit.trains()
         casts = unit.policy.casts
         dtype = casts[1] if casts else self.options.precision.outputs if unit is self.root else None
         if dtype is not None and (casts is None or module in unit.modules):
@@ -155,18 +161,58 @@ class Runtime:
             if gathering.inference is not None:
                 gathering.inference.leave(unit)
                 return output
-            unit.called |= hooked or (gathering.forward is not None and gathering.grad_pass)
+            now.called |= hooked or (gathering.forward is not None and gathering.forward.grads)
             if unit is not self.root:
                 gathering.leave(unit, hooked)
-            elif unit.depth == 0:
+            elif now.depth == 0:
                 gathering.end_pass(keep=hooked)
                 self.comm.check_agreement()
         return output
 
+    # ---- for integrations
+
+    def units_of(self, module: nn.Module) -> list[LiveUnit]:
+        """Units that hold parameters of `module`."""
+        inside = {id(p) for p in module.parameters()}
+        return [u for u in self.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
+
+    def unit_of(self, module: nn.Module) -> LiveUnit | None:
+        """The unit whose forward is this module's."""
+        return next((unit for unit in self.units if module in unit.modules), None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward, backward, fs.full or fs.inference runs."""
+        gathering = self.gathering
+        running = gathering.forward or gathering.backward or gathering.inference or current_task() != NO_TASK
+        return not running and not any(unit.is_unsharded or unit.pass_state.depth for unit in self.units)
+
+    def abandon(self) -> None:
+        """Forget the running pass, with what is in flight for it."""
+        self.gathering.abandon_pass()
+        self.reduction.drop()
+        self.gathering.recover()
+
+    def postpone_reduction(self, flag: bool) -> bool:
+        """Gradients of the following backwards wait, where the strategy allows it; returns what was set."""
+        before, self.reduction.postponing = self.reduction.postponing, flag
+        return before
+
+    @property
+    def observer(self) -> Observer | None:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = self.reduction.observer = observer
+        self.comm.observe(observer)
+        for unit in self.units:
+            unit.observer = observer
+
     def set_policy(self, unit: LiveUnit, policy: UnitPolicy) -> None:
         """Replace a unit's policy between steps; the same on all ranks."""
         unit.policy = policy
-        self.gathering.choose_kept()
+        self.gathering.policy_changed()
 
     def forget_failed_backward(self) -> None:
         failed = self.gathering.backward is not None or self.reduction.in_flight
@@ -185,7 +231,6 @@ class Runtime:
             return_memory_to_system()
         self._values = self._current_values()
         self.gathering.begin_pass(self._still_valid())
-        self.comm.phase = "forward"
 
     def refuse_unseen_backward(self) -> None:
         """A backward that came to a unit's parameters past all its nodes was never reduced: say so."""
@@ -241,7 +286,7 @@ class Runtime:
         """Be told when the backward of this forward begins and ends; False if it has none."""
         hooked = False
         outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
-        if unit.left.get(module) != []:
+        if unit.results.get(module) != []:
             outputs = chain(outputs, unit.results_in_attributes(module))
         for tensor in outputs:
             for made_by in nodes_of(tensor) if tensor.requires_grad else ():
@@ -250,7 +295,7 @@ class Runtime:
                     begins.append(unit)
                 hooked = True
         if hooked and current_task() == NO_TASK:
-            unit.pending += 1
+            unit.pass_state.pending += 1
             if node is not None:
                 self._turn_of(node).ends.append(unit)
         return hooked
@@ -267,14 +312,18 @@ class Runtime:
     @contextmanager
     def shown(self, unit: LiveUnit) -> Iterator[None]:
         """Full parameters in the modules' places while a recomputation runs."""
-        if unit.depth == 0:
+        if unit.pass_state.depth == 0:
             self._begin_backward()
             self.gathering.need(unit)
         unit.enter()
+        if self._observer is not None:
+            self._observer.begin(_forward_kind(), unit.name)
         try:
             yield
         finally:
             unit.leave()
+            if self._observer is not None:
+                self._observer.end(_forward_kind(), unit.name)
 
     # ---- backward
 
@@ -291,18 +340,21 @@ class Runtime:
         ended = [unit for unit in turn.ends if self._ended(unit)]
         task = current_task()
         for unit in turn.begins:
-            if unit.task != task or (unit.rereads and unit.state is not State.FULL):
+            if unit.pass_state.task != task or (unit.rereads and unit.state is not State.FULL):
                 self._begin(unit, turn.values)
         for unit in ended:
             self.reduction.done(unit.index, self._called)
 
     def _called(self, index: int) -> bool:
-        return self.units[index].called
+        return self.units[index].pass_state.called
 
     def _ended(self, unit: LiveUnit) -> bool:
-        unit.pending = max(0, unit.pending - 1)
-        if unit.pending or self.gathering.backward is None or unit.gradients_to_come():
+        now = unit.pass_state
+        now.pending = max(0, now.pending - 1)
+        if now.pending or self.gathering.backward is None or unit.gradients_to_come():
             return False  # used once more in this graph: the rest is still to come
+        if self._observer is not None:
+            self._observer.end("backward", unit.name)
         if unit is not self.root and not self.gathering.keeping:
             unit.release()
         return True
@@ -321,7 +373,9 @@ class Runtime:
             # A checkpoint segment of torch's reentrant kind runs a graph task of its own.
             self._tasks.append(task)
             _at_end_of_task(lambda: self._end_segment(task))
-        unit.task = task
+        if self._observer is not None and unit.pass_state.task == NO_TASK:
+            self._observer.begin("backward", unit.name)
+        unit.pass_state.task = task
         self.gathering.began(unit)
         self.reduction.skip_to(unit.index, unit.inner_indices, self._called)
         if unit.rereads:
@@ -331,25 +385,27 @@ class Runtime:
     def _begin_backward(self) -> None:
         if self.gathering.backward is not None:
             return
-        self.comm.phase = "backward"
         self._follow_user()  # a pass may have come since, with parameters frozen for it alone
         self._tasks = [current_task()]
         self._values_in_backward = self._current_values()
-        order = self.gathering.begin_backward()
-        self.reduction.diverges = self.gathering.diverges
+        schedule = self.gathering.begin_backward()
+        self.reduction.diverges = schedule.diverges
         with torch.no_grad():
-            self.reduction.begin(reduce_order(order))
+            self.reduction.begin(schedule.reduce)
         _at_end_of_task(self._end_backward)
 
     def _end_segment(self, task: int) -> None:
         with torch.no_grad():
             for unit in reversed(self.units):
-                if unit.task == task and unit is not self.root and not unit.to_recompute:
-                    unit.pending = 0
+                now = unit.pass_state
+                if now.task == task and unit is not self.root and not now.to_recompute:
+                    now.pending = 0
                     if self._ended(unit):
                         self.reduction.done(unit.index, self._called)
 
     def _end_backward(self) -> None:
+        if self._observer is not None:
+            self._observer.begin("end of backward", "")
         with torch.no_grad():
             self.gathering.pass_rest_of_backward()
             self.reduction.flush()
@@ -358,15 +414,16 @@ class Runtime:
             self.reduction.finish()
             if not self.reduction.postponing:
                 self.comm.step += 1
+        if self._observer is not None:
+            self._observer.end("end of backward", "")
 
     # ---- fs.full
 
     @contextmanager
     def opened(self, units: Sequence[LiveUnit], writeback: bool = True, warn: bool = True) -> Iterator[None]:
-        """Parameters of these units hold whole values."""
+        """Parameters of these units hold unsharded values."""
         if current_task() != NO_TASK or self.gathering.forward is not None:
             raise StateError("fs.full inside a forward or backward", "Open it between steps.")
-        self.comm.phase = "full"
         fresh = [unit for unit in units if not unit.is_unsharded]
         for unit in fresh:
             for lane in unit.lanes:
@@ -376,7 +433,6 @@ class Runtime:
         try:
             yield
         finally:
-            self.comm.phase = "full"
             for unit in fresh:
                 unit.is_unsharded = False
                 for lane in unit.lanes:
@@ -388,20 +444,20 @@ class Runtime:
 
     def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
         """Ranks that edited alike keep their own; where they differ the first rank's values are kept."""
-        whole = lane.rest if lane.replicated else lane.unsharded
-        if whole is None:
+        values = lane.rest if lane.replicated else lane.unsharded
+        if values is None:
             return
-        self.comm.broadcast_in_tp_group(lane.uncut_views(whole))
+        self.comm.broadcast_in_tp_group(lane.uncut_views(values))
         if self.comm.all_ranks == 1:
             return
-        if len(set(self.comm.all_gather_int(_checksum(whole)))) > 1:
+        if len(set(self.comm.all_gather_int(_checksum(values), "full"))) > 1:
             if warn:
                 warnings.warn(
                     f"ranks left fs.full with different values in {unit_label(lane.unit)}; the first rank's "
                     "are kept",
                     stacklevel=4,
                 )
-            self.comm.broadcast(whole)
+            self.comm.broadcast(values)
 
 
 def _checksum(values: torch.Tensor) -> int:
@@ -414,6 +470,10 @@ def _refuse_double_backward(unit: LiveUnit) -> None:
             f"{unit_label(unit.name)}: backward(create_graph=True) keeps references into released values",
             "Use strategy='replicate' with precision='fp32', which never releases.",
         )
+
+
+def _forward_kind() -> Literal["forward", "recompute"]:
+    return "forward" if current_task() == NO_TASK else "recompute"
 
 
 def _at_end_of_task(call: Callable[[], None]) -> None:

@@ -1,12 +1,25 @@
-"""One unit while the model lives.
+"""One unit while the model lives: its buffers, its policy, and what the running pass does with it.
 
-AT_REST --issue--> GATHERING --ready--> FULL --release--> AT_REST
+The buffers are in one of three states:
+
+    state       memory of `full`   entered by                    left by
+    ---------   ----------------   ---------------------------   --------------------------------------
+    AT_REST     none               release (or just made)        issue: every lane starts its gather
+    GATHERING   allocated          issue                         ready: waits for the gathers
+    FULL        allocated          ready                         release: frees it; issue: gathers anew
+
+A unit that is computing, or held by fs.inference, is not released. `is_unsharded` (inside fs.full) is beside
+these states: there the user's own parameters show unsharded values, and a gather copies from them.
+
+What a pass does with the unit is one PassState. It is replaced when a backward ends, and when a pass fails or
+was interrupted: recovering is dropping it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -14,7 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.lane import Lane, Slots
+from fullshard.comm.groups import Comm
+from fullshard.engine.lane import Lane
+from fullshard.engine.observer import Observer
+from fullshard.engine.slots import Slots
 from fullshard.plan.units import looks_up_only
 from fullshard.policy import UnitPolicy
 
@@ -27,30 +43,49 @@ class State(Enum):
     FULL = "full"
 
 
-def running_calls(module: nn.Module) -> int:
-    """How many calls of this module are on the stacks of this process."""
-    return sum(_is_call(frame, module) for top in sys._current_frames().values() for frame in _stack(top))
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_call(frame: FrameType, module: nn.Module) -> bool:
-    """A call through torch's hooks, or of one of our stand-ins for a method."""
-    if frame.f_code.co_name == "__call__" and frame.f_globals.get("__name__", "").startswith("fullshard."):
-        return frame.f_locals.get("module") is module
-    return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-
-
 def _is_result(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
+@dataclass(slots=True)
+class PassState:
+    """What the running pass, from a unit's first forward to the end of its backward, does with the unit."""
+
+    depth: int = 0  # forwards of it that are running
+    shown: int | None = None  # which of its slots show compute parameters while they run
+    frame: FrameType | None = None  # of the outermost of these forwards
+    nodes: list[torch.autograd.graph.Node | None] = field(default_factory=list)  # their inputs' nodes
+    entry_failed: bool = False
+    claims: int = 0  # entries of the walk that were passed for it and not used yet
+    awaited: set[nn.Module] = field(default_factory=set)  # blocks of a merged unit not called since it rested
+    to_recompute: set[nn.Module] = field(default_factory=set)  # and those called, but not again in backward
+    called: bool = False  # by a forward whose backward is not over
+    unhooked: bool = False  # a forward left nothing that marks the beginning of its backward: stays full
+    pending: int = 0  # calls whose input node has not come up in backward yet
+    task: int = NO_TASK  # graph task in which its backward began
+
+
+_PASSING = ("fullshard.engine.", "torch._dynamo.")  # frames of ours that return before the forward runs
+
+
+def _calling_frame() -> FrameType | None:
+    """The frame that calls the forward: torch's, or that of a caller of one of our stand-ins."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PASSING):
+        frame = frame.f_back
+    return frame
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether a frame of this thread has not returned."""
+    at: FrameType | None = sys._getframe() if frame is not None else None
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
+
+
 class LiveUnit:
-    """A unit's state, lanes and places. Gather and release touch one storage a lane, no parameter."""
+    """A unit's lanes, places and state. Gather and release touch one storage per lane, no parameter."""
 
     def __init__(
         self,
@@ -62,14 +97,14 @@ class LiveUnit:
         sites: Sequence[tuple[nn.Module, str]],
         merged: bool,
         policy: UnitPolicy,
+        comm: Comm,
     ) -> None:
-        self.index, self.name = index, name
+        self.index, self.name, self._comm = index, name, comm
         self.modules, self.lanes, self.slots = tuple(modules), list(lanes), slots
         self.sites = list(sites)  # every (module, attribute) that shows one of its parameters
         self.merged = merged  # its modules are neighbouring blocks
         self.policy = policy
-        self.awaited: set[nn.Module] = set()  # of them, those not called since it was at rest
-        self.to_recompute: set[nn.Module] = set()  # and those called, but not again in backward
+        self.observer: Observer | None = None
         self.inner: list[LiveUnit] = []  # units inside this one's module
         self.inner_indices: frozenset[int] = frozenset()
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
@@ -77,19 +112,11 @@ class LiveUnit:
         self.full_bytes = sum(lane.full_bytes for lane in lanes)
         self.rereads = not looks_up_only(modules)  # backward needs its full value again
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
+        self.results: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}  # attributes that hold results
         self.state = State.AT_REST
-        self.is_unsharded = False  # inside fs.full: its parameters hold whole values
+        self.is_unsharded = False  # inside fs.full
         self.held = False  # inside fs.inference: stays full until that is left
-        self.depth = 0  # forwards of it that are running
-        self._shown = slots.part(None)  # which of its places show full parameters while they run
-        self.claims = 0  # entries of the walk that were passed for it and not used yet
-        self.calls: list[torch.autograd.graph.Node | None] = []  # input nodes of the running forwards
-        self.entry_failed = False
-        self.left: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}  # attributes that hold results
-        self.unhooked = False  # a forward left nothing that tells when its backward begins: stays full
-        self.called = False  # by a forward whose backward is not over
-        self.pending = 0  # such calls whose input node has not come up yet
-        self.task = NO_TASK  # graph task in which its backward began
+        self.pass_state = PassState()
 
     def hold(self, inner: list[LiveUnit]) -> None:
         self.inner, self.inner_indices = inner, frozenset(unit.index for unit in inner)
@@ -99,75 +126,109 @@ class LiveUnit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.duplicate(memo)[id(self)]
 
-    def issue(self) -> None:
-        """Start the gather of every lane."""
-        if self.state is State.GATHERING:
-            self.ready()
-        for lane in self.lanes:
-            lane.gather()
-        self.state = State.GATHERING
+    # ---- buffers
 
-    def ready(self) -> None:
+    def issue(self, phase: str, again: bool = False) -> None:
+        """Start the gather of every lane. `again`: in backward, with the values of this pass's forward."""
+        if self.state is State.GATHERING:
+            self.ready(phase)
+        observer = self.observer
+        if observer is not None:
+            observer.begin("gather", self.name)
+        tag = self._comm.tag(self.name, phase)
+        for lane in self.lanes:
+            lane.gather(tag, again)
+        self.state = State.GATHERING
+        if observer is not None:
+            observer.end("gather", self.name)
+
+    def ready(self, phase: str, again: bool = False) -> None:
         """Full when this returns."""
         if self.state is State.FULL:
             return
         if self.state is State.AT_REST:
-            self.issue()
+            self.issue(phase, again)
         for lane in self.lanes:
             lane.wait()
         self.state = State.FULL
 
     def release(self) -> None:
-        self.claims = 0
-        if self.state is State.AT_REST or self.depth or self.held or not self.releasable:
+        self.pass_state.claims = 0
+        if self.state is State.AT_REST or self.pass_state.depth or self.held or not self.releasable:
             return
-        if self.state is State.GATHERING:
-            self.ready()
+        observer = self.observer
+        if observer is not None:
+            observer.begin("release", self.name)
         for lane in self.lanes:
+            lane.wait()
             lane.release()
         self.state = State.AT_REST
         self.await_all()
+        if observer is not None:
+            observer.end("release", self.name)
+
+    # ---- the running pass
 
     def await_all(self) -> None:
         """No block of a merged unit has been called yet. Until each was, a rank may still call one."""
         if self.merged:
-            self.awaited.update(self.modules)
+            self.pass_state.awaited.update(self.modules)
 
-    def meet(self, module: nn.Module, recomputing: bool) -> None:
-        """A block of a merged unit is called."""
-        self.awaited.discard(module)
+    def block_called(self, module: nn.Module, recomputing: bool) -> None:
+        """Of a merged unit: this block needs no more waiting for."""
+        self.pass_state.awaited.discard(module)
         if recomputing:
-            self.to_recompute.discard(module)
+            self.pass_state.to_recompute.discard(module)
         elif module in self.modules:
-            self.to_recompute.add(module)
+            self.pass_state.to_recompute.add(module)
 
     def enter(self, module: nn.Module | None = None) -> None:
-        """A forward of `module` begins: it, or the whole unit, shows full parameters."""
-        part = self.slots.part(module)
-        if self.depth == 0:
+        """A forward of `module` begins: it, or the unit as a whole, shows compute parameters."""
+        now, part = self.pass_state, self.slots.part(module)
+        if now.depth == 0:
             self.slots.show_full(part)
-            self._shown = part
-        elif part != self._shown:  # one of its modules calls another
-            self.slots.show_sharded(self._shown)
+            now.shown = part
+            now.frame = _calling_frame()
+        elif part != now.shown:  # one of its modules calls another
+            assert now.shown is not None
+            self.slots.show_sharded(now.shown)
             self.slots.show_full()
-            self._shown = self.slots.part(None)
-        self.depth += 1
+            now.shown = self.slots.part(None)
+        now.depth += 1
 
     def leave(self) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.slots.show_sharded(self._shown)
+        now = self.pass_state
+        now.depth -= 1
+        if now.depth == 0:
+            assert now.shown is not None
+            self.slots.show_sharded(now.shown)
+            now.frame = None
 
     def runs(self) -> bool:
-        """Whether a forward of it that seems to run does."""
-        return self.depth > 0 and any(running_calls(m) for called in self.modules for m in called.modules())
+        """Whether a forward of it is running, and was not interrupted."""
+        return self.pass_state.depth > 0 and is_running(self.pass_state.frame)
 
-    def abandon(self) -> None:
+    def end_backward(self) -> None:
+        """Its backward is over. A forward may still run: user code may call backward inside it."""
+        now = self.pass_state
+        self.pass_state = PassState(now.depth, now.shown, now.frame, now.nodes, awaited=now.awaited)
+
+    def drop_calls(self) -> None:
         """Forwards of it that seem to run were interrupted."""
-        if self.depth:
-            self.slots.show_sharded(self._shown)
-            self.depth = 0
-        self.calls.clear()
+        now = self.pass_state
+        if now.depth:
+            assert now.shown is not None
+            self.slots.show_sharded(now.shown)
+        now.depth, now.shown, now.frame = 0, None, None
+        now.nodes.clear()
+
+    def drop_pass(self) -> None:
+        """The pass failed or was interrupted."""
+        self.drop_calls()
+        self.pass_state = PassState()
+        self.await_all()
+
+    # ---- what leaves the unit
 
     def hand_out(self, grad: bool, tensor: torch.Tensor) -> torch.Tensor:
         """What a caller gets of a tensor that leaves the unit.
@@ -185,11 +246,11 @@ class LiveUnit:
         return tensor
 
     def results_in_attributes(self, called: nn.Module) -> Iterator[torch.Tensor]:
-        """Tensors that a forward leaves in its modules' attributes (`self.aux_loss`), found at the first."""
-        places = self.left.get(called)
+        """Tensors that a forward leaves in attributes of its modules (`self.aux_loss`)."""
+        places = self.results.get(called)
         if places is None:
             places = [(vars(m), name) for m in self._own_modules(called) for name in vars(m)]
-            self.left[called] = places = [(p, name) for p, name in places if _is_result(p[name])]
+            self.results[called] = places = [(p, name) for p, name in places if _is_result(p[name])]
         for place, name in places:
             if _is_result(place.get(name)):
                 yield place[name]
@@ -203,15 +264,9 @@ class LiveUnit:
         return any(c.requires_grad for lane in self.lanes for c in lane.compute_parameters)
 
     def gradients_to_come(self) -> bool:
-        """It trains, and not one of its gradients has arrived."""
+        """It trains, and not one of its gradients has been computed."""
         for lane in self.lanes:
-            for computing in lane.compute_parameters:
-                if computing.grad is not None:
+            for parameter in lane.compute_parameters:
+                if parameter.grad is not None:
                     return False
         return self.trains()
-
-    def forget(self) -> None:
-        """Its backward is over, or given up."""
-        self.called, self.pending, self.claims, self.task = False, 0, 0, NO_TASK
-        self.unhooked = False
-        self.to_recompute.clear()

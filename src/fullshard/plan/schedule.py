@@ -1,14 +1,29 @@
-"""The agreed order of units: learned once, then followed by every rank.
+"""The schedule of a step: what is gathered, kept, released and reduced, and in which order.
 
-Ranks may take different paths through a model. Collectives may not: so every rank takes part in
-every unit's gather and reduce, in one order. The first forward learns it with a roll call before
-each gather (who needs what?), which is right for any path but waits for the slowest rank. From then
-on each pass is a walk along the order: a rank that skips a unit takes part in its gather and goes on.
+Pure. The runtime executes it, `fs.plan` prints it, and `fullshard plan` sums bytes over it.
+
+Ranks may take different paths through a model; collectives must match. So every rank takes part in every
+unit's gather and reduce, in one order. In the first forward the ranks agree before each gather on which
+units any of them needs, which is correct for every path but waits for the slowest rank. The schedule is made
+from the paths of that pass. From then on each pass is a walk along it: a rank that skips a unit takes part in
+its gather and goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from fullshard.options import Options
+
+# A head tied to its embedding is called at both ends of a pass; below this it is not worth a second gather.
+RETURNING_BYTES = 128 * 2**20
+# Exchanges of gradients in flight at a time; one of more than LARGE_BYTES is issued when none is in flight.
+IN_FLIGHT = 4
+LARGE_BYTES = 128 * 2**20
 
 
 class Walk:
@@ -42,6 +57,190 @@ class Walk:
         return [self.take() for _ in range(len(self._order) - self._at)]
 
 
+class ScheduledUnit(NamedTuple):
+    """What the schedule depends on, of one unit. The root is unit 0."""
+
+    full_bytes: int
+    inside: frozenset[int] = frozenset()  # units within its modules; none for the root
+    rereads: bool = True  # backward reads its full value
+    stays_full: bool | None = None  # from forward to backward; None: as the release rule has it
+
+
+class Call(NamedTuple):
+    """A unit at work, for a while. Between the calls of other units it is the root, 0."""
+
+    phase: Literal["forward", "backward"]
+    unit: int
+    done: bool = False  # after it the unit's gradients are complete
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step, by unit indices: the same on every rank.
+
+    Whether an entry of a walk gathers follows from the schedule alone, never from one rank's path.
+    """
+
+    forward: tuple[int, ...]  # entries of the forward walk: calls, with repeats
+    backward: tuple[int, ...]  # entries of the backward walk, if all that is kept is still full
+    reduce: tuple[int, ...]  # the order in which gradients are reduced; units that do not train are left out
+    gathers: tuple[int, ...]  # by unit, gathers per step
+    kept: frozenset[int]  # full from forward to backward
+    returning: frozenset[int]  # small and called again later in the pass: full until then
+    held: frozenset[int]  # called several times while ranks take different paths: full until the pass ends
+    releases: bool  # what is not kept is released after forward
+    prefetch: bool  # the next entry of a walk is gathered while a unit computes
+    diverges: bool  # ranks take different paths
+    units: tuple[ScheduledUnit, ...]
+
+    def backward_walk(self, full: Iterable[int], unused: Set[int] = frozenset()) -> tuple[int, ...]:
+        """The entries of one backward: `full` when it begins, `unused` in the backward of every rank.
+
+        An evaluation between forward and backward may have released what the schedule keeps.
+        """
+        still_full = self.kept.intersection(full)
+        if not unused and (still_full == self.kept or not self.releases):
+            return self.backward
+        return _backward(self.forward, self.units, self.releases, still_full, unused)
+
+    def calls(self) -> list[Call]:
+        """One step in which units are called as the forward walk has it."""
+        begins = backward_order(self.forward, [unit.inside for unit in self.units], frozenset())
+        last = {unit: at for at, unit in enumerate(begins)}
+        return [
+            *(Call("forward", unit) for unit in self.forward),
+            Call("backward", 0),
+            *(Call("backward", unit, last[unit] == at) for at, unit in enumerate(begins)),
+            Call("backward", 0, True),
+        ]
+
+    def full_at(self, calls: Sequence[Call]) -> list[set[int]]:
+        """By call, the units that are full, or are being gathered, while it runs."""
+        around = _around(self.units)
+        ahead = self._ahead(calls) if self.prefetch else [0] * len(calls)
+        last_call = {call.unit: at for at, call in enumerate(calls) if call.phase == "forward"}
+        last_done = {call.unit: at for at, call in enumerate(calls) if call.done}
+        called: set[int] = set()  # in forward
+        open_: set[int] = set(self.kept)  # in backward: full until their gradients are complete
+        found = []
+        for at, (phase, unit, _) in enumerate(calls):
+            here = {0, unit, ahead[at], *around[unit]}
+            if phase == "forward":
+                called.add(unit)
+                here |= called & (self.kept | self.held)
+                here |= {u for u in called & self.returning if last_call[u] >= at}
+            else:
+                here &= self._full_in_backward
+                here |= {u for u in open_ if last_done.get(u, -1) >= at}
+                open_ |= here
+            found.append(here)
+        return found
+
+    @cached_property
+    def _full_in_backward(self) -> frozenset[int]:
+        return self.kept.union(self.backward, (0,))
+
+    def _ahead(self, calls: Sequence[Call]) -> list[int]:
+        """By call, the unit that its walk gathers next; 0, which is full in any case, where there is none."""
+        gathered = {"forward": set(self.forward), "backward": set(self.backward) - self.kept}
+        found, following = [0] * len(calls), {"forward": 0, "backward": 0}
+        for at in range(len(calls) - 1, -1, -1):
+            call = calls[at]
+            found[at] = following[call.phase]
+            if call.unit and call.unit in gathered[call.phase]:
+                following[call.phase] = call.unit
+        return found
+
+
+def make_schedule(
+    paths: Sequence[Sequence[int]], units: Sequence[ScheduledUnit], options: Options
+) -> Schedule:
+    """From the path that each rank took through the units in its first forward, the root first."""
+    diverges, releases = not one_path(paths), options.releases_after_forward
+    order = tuple(settle(paths, _parents(units)))
+    again = _calls_after_others(order)
+    returning: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
+    if releases and not diverges:
+        returning = frozenset(unit for unit in again if units[unit].full_bytes <= RETURNING_BYTES)
+    if diverges:
+        held = frozenset(unit for path in paths for unit, calls in Counter(path).items() if calls > 1)
+    kept = _kept(order, units, options, diverges)
+    backward = _backward(order, units, releases, kept, frozenset())
+    gathers = [0 if options.replicated else 1] * len(units)
+    if releases:
+        for unit in (*(unit for unit in again if unit not in returning), *set(backward)):
+            gathers[unit] += 1
+    return Schedule(
+        forward=order,
+        backward=backward,
+        reduce=tuple(reduce_order(order)),
+        gathers=tuple(gathers),
+        kept=kept,
+        returning=returning,
+        held=held,
+        releases=releases,
+        prefetch=options.prefetch,
+        diverges=diverges,
+        units=tuple(units),
+    )
+
+
+def _kept(
+    order: Sequence[int], units: Sequence[ScheduledUnit], options: Options, diverges: bool
+) -> frozenset[int]:
+    if not options.releases_after_forward:
+        return frozenset(range(len(units)))
+    kept = set() if units[0].stays_full is False else {0}
+    if not diverges:
+        not_reread = {index for index, unit in enumerate(units) if not unit.rereads}
+        kept |= kept_units(order, [unit.full_bytes for unit in units], *options.keeps, not_reread)
+        kept |= {index for index, unit in enumerate(units) if index and unit.stays_full}
+    return frozenset(kept)
+
+
+def _backward(
+    order: Sequence[int],
+    units: Sequence[ScheduledUnit],
+    releases: bool,
+    still_full: Set[int],
+    unused: Set[int],
+) -> tuple[int, ...]:
+    left_out = {index for index, unit in enumerate(units) if not unit.rereads}.union(unused)
+    if releases:
+        left_out |= still_full
+    return tuple(backward_order(order, [unit.inside for unit in units], left_out))
+
+
+def _parents(units: Sequence[ScheduledUnit]) -> list[int]:
+    """By unit, the innermost unit around it. Outer units come first, so the innermost is written last."""
+    parents = [0] * len(units)
+    for outer, unit in enumerate(units):
+        for inner in unit.inside:
+            parents[inner] = outer
+    return parents
+
+
+def _around(units: Sequence[ScheduledUnit]) -> list[set[int]]:
+    """By unit, all units around it, without the root."""
+    around: list[set[int]] = [set() for _ in units]
+    for outer, unit in enumerate(units):
+        for inner in unit.inside:
+            around[inner].add(outer)
+    return around
+
+
+def _calls_after_others(order: Sequence[int]) -> list[int]:
+    """The entries of units that were called before, with calls of other units between."""
+    seen: set[int] = set()
+    found = []
+    for at, unit in enumerate(order):
+        if unit and unit in seen and order[at - 1] != unit:
+            found.append(unit)
+        seen.add(unit)
+    return found
+
+
 def settle(paths: Sequence[Sequence[int]], parents: Sequence[int]) -> list[int]:
     """The order that all later passes follow, from the path each rank took in the first one.
 
@@ -51,8 +250,9 @@ def settle(paths: Sequence[Sequence[int]], parents: Sequence[int]) -> list[int]:
     another come directly behind it.
     """
     order = list(paths[0]) if one_path(paths) else _merged(paths)
+    called = set(order)
     for unit in range(len(parents)):
-        if unit not in order:
+        if unit not in called:
             order.insert(order.index(unit - 1) + 1 if unit else 0, unit)
     return _nested(order, parents)
 
@@ -62,7 +262,7 @@ def one_path(paths: Sequence[Sequence[int]]) -> bool:
 
 
 def _merged(paths: Sequence[Sequence[int]]) -> list[int]:
-    """Units by the smallest index among those that no rank wants another unit before."""
+    """Units by the smallest index among those before which no rank called another one that is left."""
     firsts = [list(dict.fromkeys(path)) for path in paths]
     before: dict[int, set[int]] = {}
     for path in firsts:
@@ -71,7 +271,7 @@ def _merged(paths: Sequence[Sequence[int]]) -> list[int]:
     order: list[int] = []
     while before:
         free = [unit for unit, earlier in before.items() if not earlier & before.keys()]
-        unit = min(free or before)  # no unit is free: ranks go round in opposite ways, any choice will do
+        unit = min(free or before)  # none is free: ranks call them in opposite orders, and any choice will do
         order.append(unit)
         del before[unit]
     return order
@@ -79,7 +279,7 @@ def _merged(paths: Sequence[Sequence[int]]) -> list[int]:
 
 def _nested(order: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Each unit directly behind the unit around it, or behind its latest call so far."""
-    early: dict[int, list[list[int]]] = {}  # those met before the unit around them
+    early: dict[int, list[list[int]]] = {}  # called before the unit around them
     latest: dict[int, list[list[int]]] = {}  # unit: the groups inside its latest call
     top: list[list[int]] = []
     tree: dict[int, list[list[int]]] = {id(top): top}
@@ -102,18 +302,16 @@ def backward_order(order: Sequence[int], inside: Sequence[Set[int]], left_out: S
 
     That is the reverse, except that a unit begins before those inside it: `inside[u]` are u's.
     """
-    found: list[int] = []
-    rest = list(order)
-    while rest:
-        unit = rest.pop(0)
-        nested = []
-        while unit != 0 and rest and rest[0] in inside[unit]:
-            nested.append(rest.pop(0))
-        if unit != 0 and unit not in left_out:
-            found[:0] = [unit, *backward_order(nested, inside, left_out)]
-        else:
-            found[:0] = backward_order(nested, inside, left_out)
-    return found
+    groups: list[list[int]] = []  # a unit with those inside this call of it
+    at = 0
+    while at < len(order):
+        unit, first = order[at], at + 1
+        at = first
+        while unit != 0 and at < len(order) and order[at] in inside[unit]:
+            at += 1
+        group = [] if unit == 0 or unit in left_out else [unit]
+        groups.append(group + backward_order(order[first:at], inside, left_out))
+    return [unit for group in reversed(groups) for unit in group]
 
 
 def kept_units(
@@ -139,3 +337,19 @@ def kept_units(
 def reduce_order(order: Sequence[int]) -> list[int]:
     """A unit's gradients are complete after the backward of its first call."""
     return list(reversed(list(dict.fromkeys(order))))
+
+
+def in_flight_limit(size_bytes: int) -> int:
+    """How many exchanges of gradients may be in flight with one of `size_bytes`, itself included.
+
+    gloo uses a link both ways at once only while several are in flight; large ones hold much memory.
+    """
+    return 1 if size_bytes > LARGE_BYTES else IN_FLIGHT
+
+
+def in_flight(sizes: Sequence[int]) -> range:
+    """Of exchanges that were issued in this order, those in flight after the last."""
+    first = 0
+    for at, size_bytes in enumerate(sizes):
+        first = max(first, at + 1 - in_flight_limit(size_bytes))
+    return range(first, len(sizes))

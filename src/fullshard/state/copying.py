@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.comm.groups import Comm
 from fullshard.engine import optimizers
 from fullshard.engine.hooks import StandIn
-from fullshard.engine.lane import Lane, Slots
+from fullshard.engine.lane import Lane
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.slots import Slots
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import StateError
 from fullshard.plan.aliases import find_aliases
@@ -25,21 +27,20 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     if id(runtime) in memo:
         return memo[id(runtime)]  # type: ignore[no-any-return]
     runtime.gathering.forget_interrupted()
-    if any(unit.depth or unit.is_unsharded for unit in runtime.units):
+    if any(unit.pass_state.depth or unit.is_unsharded for unit in runtime.units):
         raise StateError("deepcopy of a sharded model that is not at rest", "Copy it between steps.")
     twin = memo[id(runtime)] = object.__new__(Runtime)
     for unit in runtime.units:
         memo[id(unit)] = object.__new__(LiveUnit)
         for lane in unit.lanes:
             memo[id(lane)] = _lane(lane, memo)
-    units = [_unit(unit, memo) for unit in runtime.units]
+    units = [_unit(unit, runtime.comm, memo) for unit in runtime.units]
     for unit, old in zip(units, runtime.units, strict=True):
         unit.hold([units[inner.index] for inner in old.inner])
     twin.__init__(units, runtime.comm, runtime.options)  # type: ignore[misc]
     twin.plan, twin.copier, twin.guard = runtime.plan, runtime.copier, runtime.guard
     twin.adopt_optimizer = runtime.adopt_optimizer
-    order = runtime.gathering.order
-    twin.gathering.order = None if order is None else list(order)
+    twin.gathering.copy_schedule(runtime.gathering)
     twin.ignored = [copy.deepcopy(p, memo) for p in runtime.ignored]
     twin.unfinished = partial(_finish, twin)
     twin.guard(twin)
@@ -56,13 +57,14 @@ def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     return twin
 
 
-def _unit(unit: LiveUnit, memo: dict[int, Any]) -> LiveUnit:
+def _unit(unit: LiveUnit, comm: Comm, memo: dict[int, Any]) -> LiveUnit:
     twin: LiveUnit = memo[id(unit)]
     modules = [copy.deepcopy(module, memo) for module in unit.modules]
     sites = [(copy.deepcopy(module, memo), attribute) for module, attribute in unit.sites]
     lanes = [memo[id(lane)] for lane in unit.lanes]
     slots = Slots(unit.name, modules)
-    twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, unit.merged, unit.policy)  # type: ignore[misc]
+    same = unit.merged, unit.policy, comm
+    twin.__init__(unit.index, unit.name, modules, lanes, slots, sites, *same)  # type: ignore[misc]
     return twin
 
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.lane import Lane, in_memory_order, piece_view
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.plan.layout import Box, Piece, boxes
 from fullshard.plan.tensor_parallel import is_cut, part_of

@@ -240,7 +240,7 @@ class _ForwardMethod:
         module, method = self._module, self._method
         ready(module)
         runtime, unit = engine_of(module), unit_of(module)
-        if runtime is None or unit is None or unit.depth or unit.is_unsharded:
+        if runtime is None or unit is None or unit.pass_state.depth or unit.is_unsharded:
             return method(*args, **kwargs)
         if not _reads_parameters(module, method):
             return method(*args, **kwargs)

@@ -17,7 +17,8 @@ from torch import nn
 
 from fullshard.checkpoint.contents import Site, canonical, plain
 from fullshard.comm.groups import Comm
-from fullshard.engine.lane import Lane, in_memory_order, piece_view
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
 from fullshard.state.state_dict import StateShard, shard_of

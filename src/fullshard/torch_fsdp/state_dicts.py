@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm.groups import as_bytes
-from fullshard.engine.lane import Lane, piece_view
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.errors import FullshardError, StateError
 from fullshard.plan.layout import Piece
@@ -32,15 +32,7 @@ def whole_lane(lane: Lane, pieces: dict[int, torch.Tensor], dtype: torch.dtype) 
 
     `pieces` are this rank's, by index: the parameters, or a state of their optimizer.
     """
-    whole = torch.zeros(lane.layout.total, dtype=dtype, device=lane.rest.device)
-    own = whole.view(lane.comm.ranks, -1)[lane.comm.rank]
-    for index, local in pieces.items():
-        start, stop = lane.layout.in_shard(lane.layout.pieces[index], lane.comm.rank)
-        own[start:stop].copy_(local.detach().reshape(-1))
-    operation = lane.comm.gather(as_bytes(whole), as_bytes(own), lane.unit)
-    if operation is not None:
-        operation.wait()
-    return whole
+    return lane.gather_pieces(pieces, dtype, lane.comm.tag(lane.unit, "full"))
 
 
 def places(runtime: Runtime) -> dict[Piece, tuple[Lane, int]]:

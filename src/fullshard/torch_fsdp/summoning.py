@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fullshard.engine.gradients import plainly
-from fullshard.engine.lane import Lane, in_memory_order, piece_view
+from fullshard.engine.lane import Lane
+from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.engine.unit import LiveUnit
 from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in

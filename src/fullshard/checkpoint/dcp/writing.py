@@ -27,7 +27,7 @@ from fullshard.checkpoint.reading import CHUNK_BYTES, Stored
 from fullshard.checkpoint.save import check_model
 from fullshard.checkpoint.trees import SHARED_FILE, rank_file
 from fullshard.comm.control import ControlGroup, control_group
-from fullshard.engine.lane import in_memory_order
+from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box, Piece, boxes

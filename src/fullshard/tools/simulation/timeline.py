@@ -237,7 +237,7 @@ class _Watch:
 
     @contextmanager
     def _release(self, unit: LiveUnit) -> Iterator[None]:
-        if unit.state is State.AT_REST or unit.depth or not unit.releasable:
+        if unit.state is State.AT_REST or unit.pass_state.depth or not unit.releasable:
             yield
             return
         with self._tracer.on_host(self._slice("release", unit)):

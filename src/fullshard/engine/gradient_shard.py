@@ -1,0 +1,51 @@
+"""A lane's gradient shard, and the permanent views of it that become `p.grad`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from fullshard.comm.groups import Comm
+from fullshard.engine.gradients import GradShard, Holder
+from fullshard.engine.home import Home
+from fullshard.engine.pieces import piece_view
+from fullshard.plan.layout import Layout, Piece, shard_shape
+
+
+class LaneGradients:
+    """Gradients of one lane at rest, in the dtype of its shard. A replicated lane has every interval."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, comm: Comm, home: Home, replicated: bool) -> None:
+        self._layout, self._comm, self._replicated = layout, comm, replicated
+        self.flat = home.zeros(layout.total if replicated else layout.interval, dtype)
+        self.own = self.flat.view(comm.ranks, -1)[comm.rank] if replicated else self.flat
+        self.holder = Holder()
+        self.views = [self._view(piece) for piece in layout.pieces]
+        self.live = False  # holds a sum that the next reduce is added to
+        self.was_live = False  # did so when this backward began
+        self._storage = self.flat.untyped_storage()
+        self._own_uses = self._storage_uses()
+        self._own_refs = max(map(sys.getrefcount, self.views), default=0)
+
+    def _view(self, piece: Piece) -> GradShard:
+        comm = self._comm
+        start, stop = self._layout.in_shard(piece, comm.rank)
+        part = self.own[start:stop]
+        region = piece.region
+        answers = region is None or region.first
+        if self._replicated:
+            view = GradShard.make(piece_view(self.flat, piece), comm, part, self.holder, answers)
+            view.replicated = region is None or not region.is_cut
+            view.answers = answers and comm.rank == 0
+            return view
+        local = part.view(shard_shape(piece.shape, stop - start))
+        return GradShard.make(local, comm, None, self.holder, answers)
+
+    def _storage_uses(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    def shared(self) -> bool:
+        """Whether user code still holds these gradients (PCGrad does): they must not be overwritten."""
+        refs = max(map(sys.getrefcount, self.views), default=0)
+        return self._storage_uses() > self._own_uses or refs > self._own_refs
