@@ -70,7 +70,10 @@ def read(path: Path) -> Page:
 
 
 def pages() -> list[Page]:
-    return [read(path) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+    return [
+        read(path)
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    ]
 
 
 def options_of(command: str) -> set[str]:
