@@ -17,7 +17,7 @@ class Command:
     about: str
     examples: str
     settings: dict[str, Any] = field(default_factory=dict)  # of typer's context
-    names: Callable[[], Sequence[str]] = tuple  # that shell completion offers beside options and files
+    names: Callable[[], Sequence[str]] = tuple  # that shell completion offers, besides options and files
 
 
 def shown(text: str, plain: bool) -> str:

@@ -174,9 +174,9 @@ def _refuse(given: dict[str, Any]) -> None:
 def _require_script(script: str, is_module: bool) -> None:
     if not is_module:
         if not Path(script).exists():
-            beside = f" Did you mean {script}.py?" if Path(f"{script}.py").exists() else ""
+            meant = f" Did you mean {script}.py?" if Path(f"{script}.py").exists() else ""
             raise OptionError(
-                f"there is no script {script!r}", f"Check the path, or pass -m for a module.{beside}"
+                f"there is no script {script!r}", f"Check the path, or pass -m for a module.{meant}"
             )
         return
     if not _is_there(script):
