@@ -1,13 +1,13 @@
-"""What `fullshard plan` predicts beside what CUDA allocates: a few presets with few layers, one device.
+"""The predictions of `fullshard plan` beside what CUDA allocates: a few presets with few layers, one device.
 
     python bench/plan_check.py                    # a world of one
     python bench/plan_check.py --transformers     # transformers' own models of the same dimensions
     python bench/plan_check.py --ranks 8          # one rank of a simulated cluster
     python bench/plan_check.py --device cpu --sizes smollm2-135m --sequence 128   # does it run at all
 
-The measured model is planning's own decoder with values, or with --transformers the real one; then there are
-two predictions, by the size's name and by a config.json. The loop keeps what the model returns, as people
-write it. Predicted and measured are peaks of allocated memory (torch.cuda.max_memory_allocated), everything
+The measured model is the planner's own decoder with values, or with --transformers the real one; then there are
+two predictions, by the size's name and by a config.json. The loop keeps the model's output, as users'
+loops do. Predicted and measured are peaks of allocated memory (torch.cuda.max_memory_allocated), everything
 at rest included.
 """
 

@@ -136,16 +136,16 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
 
 
 def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options) -> Lane:
-    """A lane with the first rank's values in its shard. Only one lane is ever whole here."""
+    """A lane with the first rank's values in its shard. Only one lane is ever unsharded here."""
     parameters = [member.parameter for member in members]
     lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated)
-    whole = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
+    flat = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
     for piece, member in zip(plan.layout.pieces, members, strict=True):
         part = tensor_parallel.part_of(member.parameter.detach(), piece.region)
-        whole[piece.start : piece.stop].copy_(in_memory_order(part, piece))
-    comm.broadcast_in_tp_group(lane.uncut_views(whole))
-    comm.broadcast(whole)
-    lane.rest.copy_(whole if options.replicated else whole.view(comm.ranks, -1)[comm.rank])
+        flat[piece.start : piece.stop].copy_(in_memory_order(part, piece))
+    comm.broadcast_in_tp_group(lane.uncut_views(flat))
+    comm.broadcast(flat)
+    lane.home.put_back(lane.rest, flat if options.replicated else lane.own_interval(flat))
     return lane
 
 
@@ -165,7 +165,7 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane], comm: Com
 
 def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
     for lane in lanes:
-        # What was materialised here goes back to meta, and keeping it would keep the whole model.
+        # What was materialised here goes back to meta, and keeping it would keep the entire model.
         for parameter in lane.parameters:
             if materializer.made(parameter):
                 continue

@@ -25,7 +25,7 @@ class Precision:
     gather:  dtype of parameters between ranks: None as computed, torch.int8 in 8-bit blocks.
     wire:    dtype of gradients between ranks; None sends them as computed, torch.int8 in 8-bit blocks.
     error_feedback: what 8-bit gradients leave out is added to the next ones; costs 2 bytes a parameter.
-    reduce:  dtype in which gradients are summed; never narrower than fp32 unless said here.
+    reduce:  dtype in which gradients are summed; never narrower than fp32 unless given here.
     outputs: dtype of the model's floating point outputs; None leaves them.
     """
 
@@ -71,7 +71,7 @@ class LaneDtypes:
 
     @property
     def in_blocks(self) -> bool:
-        """Some of it in_flight in 8-bit blocks, so intervals are whole blocks."""
+        """Some of it is sent in 8-bit blocks, so intervals are multiples of a block."""
         return self.eight_bit_gather or self.eight_bit_wire
 
     @property
@@ -114,7 +114,7 @@ def lane_dtypes(
     Trainable low-precision parameters get fp32 masters under mixed precision: an update smaller
     than half a bf16 step would be lost every time. Frozen ones stay as they are: nothing updates
     them, and an fp32 copy of a frozen base would double its memory. Gradients that are `scattered` are
-    summed on their way, so they travel in the dtype of the sum.
+    summed by the backend, so they are sent in the dtype of the sum.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return LaneDtypes(dtype, dtype, dtype, dtype, dtype)
@@ -123,7 +123,7 @@ def lane_dtypes(
         rest = torch.float32
     total = torch.float64 if rest == torch.float64 else precision.reduce
     wire, gather = precision.wire or compute, precision.gather or compute
-    if torch.float64 in (rest, compute):  # asked for more than fp32: 8 bits would be a strange answer
+    if torch.float64 in (rest, compute):  # more than fp32 was requested: 8 bits would contradict that
         wire, gather = (compute if dtype == torch.int8 else dtype for dtype in (wire, gather))
     if scattered and wire != torch.int8:
         wire = total

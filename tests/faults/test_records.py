@@ -38,7 +38,7 @@ for line in sys.stdin:
         exec(line)
         print(None, flush=True)
 """
-FOLDER = str(Path(module.__file__).parent)
+FOLDER = str(Path(module.__file__).parents[1])
 
 
 class Peer:

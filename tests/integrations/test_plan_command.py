@@ -1,4 +1,4 @@
-"""`fullshard plan`: published sizes, what fits, what it says if nothing does, how far it is from a run."""
+"""`fullshard plan`: published sizes, what fits, its advice if nothing does, how far it is from a run."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_fewest_ranks_that_are_named_fit_and_one_less_does_not() -> None:
     said = ("gpt2-medium", "--sequence", "64", "--memory", "3GiB", "--strategy", "zero3")
     code, found = asked(*said, "--ranks", "1")
     assert code == 1
-    (line,) = [line for line in found["advice"] if line.startswith("As asked")]
+    (line,) = [line for line in found["advice"] if line.startswith("With these options")]
     fewest = int(line.split(" ranks")[0].split()[-1])
     assert fewest > 1
     assert [asked(*said, "--ranks", str(n))[0] for n in (fewest, fewest - 1)] == [0, 1]
@@ -248,11 +248,28 @@ def test_hybrid_sends_between_nodes_what_a_simulated_cluster_sends() -> None:
     assert planned.sent_bytes == pytest.approx(figures.sent_bytes, rel=0.01)
 
 
-def test_accumulation_piles_up_whole_gradients_where_the_strategy_does() -> None:
+def test_tied_head_is_sent_as_often_as_a_simulated_cluster_sends_it() -> None:
+    from fullshard.tools.simulation.models import decoder
+    from fullshard.tools.simulation.network import Link, Network
+    from fullshard.tools.simulation.run import Scenario, simulate
+
+    # Called at both ends of a pass: kept to its second call, and from there to backward.
+    shape = replace(RUN, layers=3, vocabulary=20_000, tied=True)
+    subject = decoder("tied", replace(shape, fused=True), 16)
+    scenario = Scenario(subject, Network(4, Link(1e12)), torch.device("cpu"), steps=1, precision="fp32")
+    figures = simulate(scenario, "fullshard").figures
+    assert figures is not None
+    planned = _need(
+        subjects.decoder("tied", shape, Batch(1, 16)), "zero3", ranks=4, on_gpu=False, precision="fp32"
+    )
+    assert planned.sent_bytes == pytest.approx(figures.sent_bytes, rel=0.001)
+
+
+def test_accumulation_holds_full_gradients_where_the_strategy_does() -> None:
     subject = find("gpt2", Batch(1, 64))
     for strategy, more in (("zero1", 1), ("zero2", 0)):
-        bare, piled = (_need(subject, strategy, accumulate=flag) for flag in (False, True))
-        assert piled.peak - bare.peak == pytest.approx(more * 4 * 124_439_808, rel=0.01, abs=1)
+        bare, accumulated = (_need(subject, strategy, accumulate=flag) for flag in (False, True))
+        assert accumulated.peak - bare.peak == pytest.approx(more * 4 * 124_439_808, rel=0.01, abs=1)
 
 
 # --- models of other kinds --------------------------------------------------------------------------------
@@ -413,7 +430,7 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("gpt2", "--strategy", "zero4"), "zero3"),
         (("gpt2", "--strategy", "hybrid"), "--node-ranks"),
         (("gpt2", "--node-ranks", "3"), "nodes divide"),
-        (("gpt2", "--node-ranks", "2", "--strategy", "zero3"), "matter to hybrid alone"),
+        (("gpt2", "--node-ranks", "2", "--strategy", "zero3"), "matter only to hybrid"),
         (("gpt2", "--precision", "int4"), "bf16"),
         (("gpt2", "--optimizer", "muon"), "adamw"),
         (("gpt2", "--sequence", "2048"), "positions for 1024"),

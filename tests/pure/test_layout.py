@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullshard.engine.lane import in_memory_order, piece_view
+from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.plan.layout import (
     ALIGN_BYTES,
     Box,

@@ -242,6 +242,24 @@ def test_plan_is_pure_printable_and_adds_up() -> None:
         fs.plan(model, ranks=0)
 
 
+def test_plan_prints_how_often_a_unit_is_gathered_and_whether_it_is_kept() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    sharded = fs.plan(model, ranks=4, units=nn.Linear)
+    rows = [line.split() for line in str(sharded).splitlines()[3:8]]
+    assert [" ".join(row[8:]) for row in rows] == ["2", "2", "2", "1, kept", "1, kept"]
+    assert "kept: full from forward to backward" in str(sharded)
+    each = sharded.units[1].full_bytes
+    assert sharded.full_bytes_at_peak == 3 * each  # both that are kept, and the one that backward gathers
+    options = {"strategy": "zero3", "precision": "fp32", "units": nn.Linear, "ignore": (), "keep_full": 0}
+    for prefetch, count in ((True, 2), (False, 1)):
+        planned = make_plan(model, 4, parse(**options, prefetch=prefetch))
+        assert planned.full_bytes_at_peak == count * each
+    replicated = str(fs.plan(model, ranks=4, units=nn.Linear, strategy="replicate"))
+    assert [line.split()[8:] for line in replicated.splitlines()[3:8]] == [["0"]] * 5
+    assert "kept" not in replicated
+
+
 def test_plan_of_a_sharded_model_is_the_one_it_was_built_from() -> None:
     model = fs.shard(nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]))
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}

@@ -1,6 +1,6 @@
 """Every call of torch.distributed, tagged with the unit it serves.
 
-Gathers and reduces travel in two groups, so each kind needs one agreed order only among itself:
+Gathers and reduces have a group each, so each kind needs one agreed order only among itself:
 a rank that skips a unit may issue a gather before a reduce where another does the opposite.
 A third group, always on the host, carries small agreements.
 """
@@ -29,7 +29,6 @@ from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
 from fullshard.environment import launch
 from fullshard.errors import FullshardError, OptionError, report_errors_as
 
-SIMULATED = "simulated"  # the backend of fullshard.tools.simulation
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +52,7 @@ class ShardGroup:
         comm, channel = self._comm, self._gather_name
         number = comm.begin(channel, tag)
         if not comm.staged:
-            # The group's own call: torch.distributed's wrapper around it costs more than our whole gather.
+            # The group's own call: torch.distributed's wrapper costs more than the rest of our gather.
             work = self.gather_group._allgather_base(full, own, _GATHER)
             return Operation(self._watchdog, work, channel, number, None)
         host = torch.empty(full.shape, dtype=full.dtype)
@@ -89,7 +88,7 @@ class Comm:
     """This rank's connections for one sharded model.
 
     Units are gathered in `shard_group`. With `two_level` the grid's columns are shards too: interval
-    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep whole columns,
+    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep complete columns,
     and `cross_node_group` joins those of one column.
     """
 
@@ -174,17 +173,17 @@ class Comm:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
 
-    def regather_gradients(self, whole: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
+    def regather_gradients(self, flat: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
             return None
         number = self.begin("reduce", tag)
-        target = torch.empty(whole.shape, dtype=whole.dtype) if self.staged else whole
+        target = torch.empty(flat.shape, dtype=flat.dtype) if self.staged else flat
         source = own.cpu() if self.staged else own
         work = _all_gather(
             as_bytes(target), as_bytes(source), group=self.shard_group.reduce_group, async_op=True
         )
-        after = (lambda: whole.copy_(target)) if self.staged else None
+        after = (lambda: flat.copy_(target)) if self.staged else None
         return Operation(self.watchdog, work, "reduce", number, after)
 
     def sum_replicas(self, shard: torch.Tensor, tag: OpTag) -> Operation:
@@ -363,8 +362,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_group(ranks: list[int], backend: str | None = None, timeout: timedelta | None = None) -> Any:
-    if dist.get_backend() in (SIMULATED, "fake"):  # the second is torch's own, for tests
-        # The other ranks are not there: agreements on the host are simulated too, and names are alike.
+    # A group may state that its other ranks are not processes, as with torch's own 'fake' backend: then
+    # agreements on the host go over its backend too, and groups need no names that all ranks share.
+    if getattr(dist.group.WORLD, "peers_are_absent", False) or dist.get_backend() == "fake":
         return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     with named_by_members(ranks):
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
@@ -426,13 +426,11 @@ def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, s
     ranks of a node; in an all-to-all every rank's own message crosses. Inside one node, or with one rank a
     node, the all-to-all of narrower gradients sends less. gloo's reduce-scatter is an all-reduce.
     """
-    rank, inner = dist.get_rank(), launch().local_ranks
-    backend = dist.get_backend()
-    if backend == SIMULATED:
-        world: Any = dist.group.WORLD
-        inner = world.node_ranks or dist.get_world_size()
-    elif device.type == "cpu" or backend == "gloo":
-        return False
+    rank, inner = dist.get_rank(), getattr(dist.group.WORLD, "node_ranks", None)
+    if inner is None:  # the group does not state how many of its ranks share a node, but the launcher does
+        if device.type == "cpu" or dist.get_backend() == "gloo":
+            return False
+        inner = launch().local_ranks
     row = grid[int(torch.where(grid == rank)[0][0])].tolist()
     nodes = len({r // inner for r in row})
     return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)

@@ -3,7 +3,7 @@
 Autograd would make each gradient a tensor of its own, to be copied into the buffer when the unit is done: a
 read and a write of every gradient, and both in memory at once. It pays for large weights only: a Python
 backward costs the host about 30 µs, a copy of 64 MiB costs an H200 as much. Where the buffer is not there
-(gradients that pile up, a second backward of the unit under way) the product makes a tensor as usual.
+(gradients that accumulate, a second backward of the unit in progress) the product makes a tensor as usual.
 """
 
 from __future__ import annotations

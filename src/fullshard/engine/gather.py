@@ -230,7 +230,7 @@ class Gathering:
         if any(unsharded) and not all(unsharded):
             raise StateError(
                 "fs.inference where fs.full is open for a part of the model",
-                "Open fs.full for the whole model, or leave it first.",
+                "Open fs.full for the entire model, or leave it first.",
             )
         self.inference = session = InferenceSession(
             self.units, self._comm, self._staying(budget_bytes, among)

@@ -2,7 +2,7 @@
 
 `p.grad` holds this rank's elements. Element-wise work passes straight through. A reduction is
 finished across ranks (norm, sum, max, any, ...), or refused by name: a number that is only true
-for one rank never leaves silently.
+for one rank is never returned silently.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SETTLED = Holder()
 class GradShard(torch.Tensor):
     """A gradient at rest. `comm` joins the ranks; `part` is what this rank answers for in a norm.
 
-    Under strategy 'replicate' the gradient is whole on every rank and `part` is this rank's
+    Under strategy 'replicate' the gradient is complete on every rank and `part` is this rank's
     interval of it: norms then add up in the same order as for shards, bit for bit.
     """
 
@@ -108,7 +108,7 @@ class GradShard(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with plainly():
             values = self.detach().as_subclass(torch.Tensor)
-        kept = "whole" if self.replicated else f"this rank's {values.numel()} elements"
+        kept = "replicated" if self.replicated else f"this rank's {values.numel()} elements"
         return f"GradShard({kept}, {values!r})"
 
 
@@ -163,8 +163,8 @@ def refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     raise GradientError(
         f"{name_of(func)!r} on a gradient shard (of shape {shapes[0] if shapes else '?'}) would give a "
         "result that is true for this rank alone",
-        "Use element-wise functions, norms or whole sums of gradients, or strategy='replicate', whose "
-        "gradients are whole on every rank.",
+        "Use element-wise functions, norms or full sums of gradients, or strategy='replicate', whose "
+        "gradients are complete on every rank.",
     )
 
 

@@ -27,7 +27,7 @@ from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 from fullshard.plan.units import has_forward
 
 _QUIET = {"forward", "extra_repr"}
-_RESETS = {"reset_parameters", "_reset_parameters"}  # fans and bounds come from whole shapes
+_RESETS = {"reset_parameters", "_reset_parameters"}  # fans and bounds come from full shapes
 
 
 class Attached:
@@ -141,7 +141,7 @@ class StandIn(Eager):
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
         super().__init__(runtime, unit)
         self.module, self.original = module, module.forward
-        self.replaced = module.__dict__.get("forward")  # somebody's own, put back while the unit is full
+        self.replaced = module.__dict__.get("forward")  # the user's own, shown while the unit is full
         functools.update_wrapper(self, module.forward, updated=())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,12 +279,12 @@ class ApplyGuard(Attached):
         self.module = module
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        asked = sys._getframe(1).f_code.co_name
+        method = sys._getframe(1).f_code.co_name
         for lane in self.runtime.lanes:
             probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=lane.rest.device))
             if (probe.dtype, probe.device) != (lane.dtypes.rest, lane.rest.device):
                 raise NotSupported(
-                    f"{asked}() on a sharded model would turn its {lane.dtypes.rest} shards on "
+                    f"{method}() on a sharded model would turn its {lane.dtypes.rest} shards on "
                     f"{lane.rest.device} into {probe.dtype} on {probe.device}",
                     "Move or cast the model before fs.shard; for mixed precision pass precision=.",
                 )
@@ -301,7 +301,7 @@ class ApplyGuard(Attached):
 
 
 class Apply(Attached):
-    """`apply`: the function sees whole values of each module's own parameters, and its edits count."""
+    """`apply`: the function sees unsharded values of each module's own parameters, and its edits count."""
 
     def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
         super().__init__(runtime, unit)
@@ -408,8 +408,8 @@ def _reading_methods(module: nn.Module, attributes: list[str]) -> dict[str, list
     for cls in type(module).__mro__:
         of_torch = cls.__module__.split(".")[0] == "torch"
         for name, function in vars(cls).items():
-            wanted = name in _RESETS if of_torch else name not in _QUIET and not name.startswith("__")
-            if not wanted or not isinstance(function, types.FunctionType):
+            relevant = name in _RESETS if of_torch else name not in _QUIET and not name.startswith("__")
+            if not relevant or not isinstance(function, types.FunctionType):
                 continue
             reads = [a for a in attributes if a in function.__code__.co_names]
             if reads and name not in module.__dict__ and getattr(type(module), name, None) is function:

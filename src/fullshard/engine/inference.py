@@ -1,8 +1,8 @@
 """Units that stay full while a model is only evaluated (`fs.inference`).
 
 A unit that stays full is gathered once, when the context is entered. For the others there is no agreed order
-here: a rank says which unit it needs, and all ranks gather what anybody needs, as in the first pass of a
-training run. That costs one small agreement a gather and the prefetch, and it leaves every rank its own path
+here: ranks exchange which unit each needs, and all ranks gather these, as in the first pass of a
+training run. That costs one small agreement per gather and the prefetch, and every rank keeps its own path
 and its own number of passes; a rank that has finished takes part until all have. Walking along the learned
 order instead, as training does, was rejected: a decoder would gather its encoder with every token, and a
 rank with fewer passes would need to know of those of the others.
@@ -82,7 +82,7 @@ class InferenceSession:
             raise
 
     def _gather(self, held: list[LiveUnit]) -> None:
-        """Also those that a training forward left full: somebody may have edited parameters since."""
+        """Also those that a training forward left full: parameters may have been edited since."""
         for at, unit in enumerate(held):
             if at == 0:
                 unit.issue(_PHASE)
@@ -132,7 +132,7 @@ class InferenceSession:
     def close(self, failed: bool) -> None:
         """Let go what was not full before; first, take part in what other ranks still need.
 
-        Also after an error in the user's code: he may catch it, and then this rank is where the others are.
+        Also after an error in user code: it may be caught, and then this rank is where the others are.
         """
         try:
             if not self.kept.everything:
@@ -155,7 +155,7 @@ class InferenceSession:
     def _refuse_changes(self, unit: LiveUnit) -> None:
         """Counters do not see `p.data.copy_()`, so one element of every parameter is looked at as well.
 
-        Once a pass of the whole model, and not read back on a GPU: what was found is told when leaving.
+        Once per pass of the root, and not read back on a GPU: a difference is reported when leaving.
         """
         if self._now() != self._versions or any(lane.assigned for lane in self._lanes):
             raise StateError("parameters changed inside fs.inference, where full values are kept", _REMEDY)
@@ -201,7 +201,7 @@ def _marks(lanes: Sequence[Lane]) -> Iterator[list[torch.Tensor]]:
     """By dtype, one element of each parameter that this rank has a part of."""
     found: dict[torch.dtype, list[torch.Tensor]] = {}
     for lane in lanes:
-        if not lane.permanent:  # otherwise full and resting values are the same memory
+        if not lane.permanent:  # otherwise the full value and the shard are the same memory
             for view in lane.shard_views:
                 if view.numel():
                     middle = view.numel() // 2 + view.storage_offset()

@@ -99,7 +99,7 @@ class Lane:
         self.operation: Operation | None = None  # the gather in flight
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
-        self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, at the resting dtype
+        self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
         self.gradients: LaneGradients | None = None
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Lane:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.duplicate(memo)[id(self)]
 
-    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime: copies the engine as a whole
+    duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime: copies the entire engine
 
     def make_gradients(self) -> LaneGradients:
         """A new gradient shard, of zeros."""
@@ -208,7 +208,7 @@ class Lane:
         given = f"parameter {piece.name!r} was given a value of shape {tuple(value.shape)}"
         raise StateError(f"{unit_label(self.unit)}: {given}; {has} {piece.shape}", remedy)
 
-    # ---- full precision: every element at the resting dtype
+    # ---- full precision: every element, in the dtype of rest
 
     def gather_full_precision(self, tag: OpTag, shard: torch.Tensor | None = None) -> torch.Tensor:
         """Every rank's interval of the shard, or of another tensor that is cut like it: a collective.
@@ -242,7 +242,7 @@ class Lane:
         return flat.view(self.comm.ranks, -1)[self.comm.rank]
 
     def unshard(self) -> None:
-        """Show every element, at the resting dtype, in the user's parameters (fs.full): a collective."""
+        """Show every element, in the dtype of rest, in the user's parameters (fs.full): a collective."""
         self.take_assigned()
         if self.replicated:
             self._show_dtensors(self.rest.data)

@@ -113,33 +113,33 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def _norm_call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """torch.norm, Tensor.norm, linalg.norm and linalg.vector_norm of a whole gradient."""
+    """torch.norm, Tensor.norm, linalg.norm and linalg.vector_norm of a full gradient."""
     names = ["input", "p", "dim", "keepdim", "out", "dtype"]
     if func in (torch.linalg.vector_norm, torch.linalg.norm):
         names = ["x", "ord", "dim", "keepdim"]
-    said = dict(zip(names, args, strict=False)) | kwargs
-    gradient = said.get("input", said.get("x", said.get("self", said.get("A"))))
-    if isinstance(gradient, GradShard) and gradient.replicated and said.get("dim") is not None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    gradient = given.get("input", given.get("x", given.get("self", given.get("A"))))
+    if isinstance(gradient, GradShard) and gradient.replicated and given.get("dim") is not None:
         with plainly():
             return func(*args, **kwargs)
-    if not isinstance(gradient, GradShard) or said.get("dim") is not None or said.get("out") is not None:
+    if not isinstance(gradient, GradShard) or given.get("dim") is not None or given.get("out") is not None:
         return refuse(func, args, kwargs)
-    order = said.get("p", said.get("ord"))
+    order = given.get("p", given.get("ord"))
     if func is torch.linalg.norm and order is not None and gradient.dim() > 1:
         return refuse(func, args, kwargs)  # that is a matrix norm
     with plainly():
-        return _local_norms([gradient], _order(order), said.get("dtype"))[0]
+        return _local_norms([gradient], _order(order), given.get("dtype"))[0]
 
 
 def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    said = dict(zip(["self", "ord", "dtype"], args, strict=False)) | kwargs
-    tensors = said.get("self", said.get("tensors"))
+    given = dict(zip(["self", "ord", "dtype"], args, strict=False)) | kwargs
+    tensors = given.get("self", given.get("tensors"))
     if not all(isinstance(t, GradShard) for t in tensors):
         # A tensor that the user assigned to the p.grad of a sharded parameter is a shard too.
         tensors = [t if isinstance(t, GradShard) else _labelled(t) for t in tensors]
-        return [torch.linalg.vector_norm(t, said.get("ord", 2), dtype=said.get("dtype")) for t in tensors]
+        return [torch.linalg.vector_norm(t, given.get("ord", 2), dtype=given.get("dtype")) for t in tensors]
     with plainly():
-        return _local_norms(tensors, _order(said.get("ord", 2)), said.get("dtype"))
+        return _local_norms(tensors, _order(given.get("ord", 2)), given.get("dtype"))
 
 
 def _nobody(_: torch.Tensor) -> tuple[Comm, bool] | None:
@@ -155,7 +155,7 @@ def _labelled(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if found is None else GradShard.make(gradient, found[0], answers=found[1])
 
 
-# ---- other reductions of a whole gradient
+# ---- other reductions of a full gradient
 
 
 def _reduction(combine: str) -> Callable[..., Any]:
@@ -257,7 +257,7 @@ def _never(*_: Any) -> bool:
 
 
 HANDLERS |= {
-    torch.Tensor.is_sparse.__get__: _never,  # type: ignore[attr-defined]  # asked by optimizers, often
+    torch.Tensor.is_sparse.__get__: _never,  # type: ignore[attr-defined]  # optimizers read it often
     torch.norm: _norm_call,
     torch.Tensor.norm: _norm_call,
     torch.linalg.norm: _norm_call,

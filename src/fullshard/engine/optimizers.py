@@ -1,7 +1,7 @@
 """Which optimizers may step on shards, and what their state dicts show.
 
 A check comes before every step of any torch optimizer. From its first step, or from `fs.load`, on, an
-optimizer's `state_dict()` holds StateShards as the model's does: a bare part under a whole name is how people
+optimizer's `state_dict()` holds StateShards as the model's does: a bare shard under a full name is how people
 lose state.
 """
 
@@ -22,7 +22,7 @@ from fullshard.engine.runtime import Runtime
 from fullshard.errors import OptimizerError, StateError
 from fullshard.plan.layout import Region
 
-# They look at whole matrices, whole vectors or norms of parameters, and a shard has none of these.
+# They use full matrices, full vectors or norms of parameters, and a shard has none of these.
 NOT_ELEMENT_WISE = {
     "Adafactor", "LBFGS", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "SM3", "Lamb", "LAMB", "FusedLAMB",
     "Lars", "LARS", "LARC", "NovoGrad", "CAME", "GaLoreAdamW", "GaLoreAdafactor", "KFAC", "AdaLomo",
@@ -69,7 +69,7 @@ def _answering(lane: Lane, region: Region | None) -> tuple[Comm, bool] | None:
     if not lane.replicated:
         return lane.comm, first
     if region is None or not region.is_cut:
-        return None  # whole: nothing to ask the others
+        return None  # complete here: the other ranks have nothing to add
     return lane.comm, first and lane.comm.rank == 0
 
 
@@ -122,10 +122,10 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
     runtimes = {runtime for _, p in held if (runtime := owner(p)) is not None}
     if not runtimes:
         return runtimes
-    resting = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
+    known = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
     exclusive = all(r.options.integration.exclusive_optimizers for r in runtimes)
     for group, parameter in held:
-        strange = id(parameter) not in resting
+        strange = id(parameter) not in known
         if strange and (owner(parameter) is not None or exclusive):
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} (group {group})"
@@ -136,7 +136,7 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
     refused = sorted(names & NOT_ELEMENT_WISE)
     if refused and any(not lane.replicated or lane.specs for r in runtimes for lane in r.lanes):
         raise OptimizerError(
-            f"{refused[0]} is not element-wise: it would compute from shards as if they were whole matrices",
+            f"{refused[0]} is not element-wise: it would compute from shards as if they were full matrices",
             "Use an element-wise optimizer such as AdamW, or strategy='replicate', where it is right.",
         )
     return runtimes

@@ -283,7 +283,7 @@ class Runtime:
     def _hook(
         self, unit: LiveUnit, module: nn.Module, output: Any, node: torch.autograd.graph.Node | None
     ) -> bool:
-        """Be told when the backward of this forward begins and ends; False if it has none."""
+        """Register for the begin and end of this forward's backward; False if it has none."""
         hooked = False
         outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
         if unit.results.get(module) != []:

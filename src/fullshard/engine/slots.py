@@ -38,13 +38,13 @@ class Slots:
         self,
         owner: nn.Module | None,
         place: tuple[Any, Any],
-        resting: nn.Parameter,
-        computing: nn.Parameter,
+        sharded: nn.Parameter,
+        compute: nn.Parameter,
         name: str,
     ) -> None:
         """`place` is a container and a key in it; `owner` the module that shows it, if one does."""
-        self._parts.setdefault(self.part(owner), []).append((*place, resting, computing))
-        self._names[id(resting)] = name
+        self._parts.setdefault(self.part(owner), []).append((*place, sharded, compute))
+        self._names[id(sharded)] = name
 
     def add_forward(self, module: nn.Module, stand_in: Any) -> None:
         """A stand-in for `module.forward` while the unit is at rest."""
@@ -57,10 +57,10 @@ class Slots:
 
     def show_full(self, part: int = _EVERYWHERE) -> None:
         for each in self._shown_with(part):
-            for container, key, resting, computing in self._parts.get(each, ()):
-                if container[key] is not resting:
-                    self._undo_and_refuse(self._names[id(resting)])
-                container[key] = computing
+            for container, key, sharded, compute in self._parts.get(each, ()):
+                if container[key] is not sharded:
+                    self._undo_and_refuse(self._names[id(sharded)])
+                container[key] = compute
             for attributes, _, original in self._forwards.get(each, ()):
                 if original is None:
                     attributes.pop("forward", None)
@@ -69,8 +69,8 @@ class Slots:
 
     def show_sharded(self, part: int = _EVERYWHERE) -> None:
         for each in self._shown_with(part):
-            for container, key, resting, _ in self._parts.get(each, ()):
-                container[key] = resting
+            for container, key, sharded, _ in self._parts.get(each, ()):
+                container[key] = sharded
             for attributes, stand_in, _ in self._forwards.get(each, ()):
                 attributes["forward"] = stand_in
 
@@ -81,10 +81,10 @@ class Slots:
 
     def _undo_and_refuse(self, name: str) -> None:
         for slots in self._parts.values():
-            for container, key, resting, computing in slots:
-                if container[key] is computing:
-                    container[key] = resting
+            for container, key, sharded, compute in slots:
+                if container[key] is compute:
+                    container[key] = sharded
         raise AtRestError(
-            f"{unit_label(self.unit)}: somebody replaced its parameter {name!r} after sharding",
+            f"{unit_label(self.unit)}: its parameter {name!r} was replaced after sharding",
             "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",
         )

@@ -183,7 +183,7 @@ class LiveUnit:
             self.pass_state.to_recompute.add(module)
 
     def enter(self, module: nn.Module | None = None) -> None:
-        """A forward of `module` begins: it, or the unit as a whole, shows compute parameters."""
+        """A forward of `module` begins: it, or the entire unit, shows compute parameters."""
         now, part = self.pass_state, self.slots.part(module)
         if now.depth == 0:
             self.slots.show_full(part)

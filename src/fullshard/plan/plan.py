@@ -5,18 +5,20 @@ print(fs.plan(model, strategy="zero3", ranks=8))
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from fullshard.options import Options
 from fullshard.plan.layout import Layout, align_elements, lay_out, with_regions
-from fullshard.plan.schedule import kept_units
+from fullshard.plan.schedule import Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import Member, Unit, find_units, looks_up_only
 from fullshard.precision import BLOCK, PRESETS, LaneDtypes, lane_dtypes, packed_bytes
+
+_Row = tuple[str, str, str, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,16 @@ class LanePlan:
             return self.layout.ranks * packed_bytes(self.layout.interval)
         return self.layout.total * self.dtypes.wire.itemsize
 
-    def rest_bytes(self, whole: bool) -> int:
-        return (self.layout.total if whole else self.layout.interval) * self.dtypes.rest.itemsize
+    def rest_bytes(self, replicated: bool) -> int:
+        return (self.layout.total if replicated else self.layout.interval) * self.dtypes.rest.itemsize
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit, how often a step gathers it, and whether it stays full from forward to backward."""
+    """A unit: its name and its lanes."""
 
     name: str
     lanes: tuple[LanePlan, ...]
-    gathers: int
-    kept: bool
 
     @property
     def full_bytes(self) -> int:
@@ -69,11 +69,16 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole model. All byte counts are for one rank."""
+    """A model's units and the schedule of its training step. All byte counts are per rank.
+
+    The schedule assumes that modules are called in the order in which they are defined. While a sharded model
+    trains, the engine makes its own from the calls that it has seen.
+    """
 
     strategy: str
     ranks: int
     units: tuple[UnitPlan, ...]
+    schedule: Schedule
 
     @property
     def num_elements(self) -> int:
@@ -82,52 +87,45 @@ class Plan:
     @property
     def parameter_bytes(self) -> int:
         """Parameters at rest."""
-        return sum(lane.rest_bytes(self._whole) for unit in self.units for lane in unit.lanes)
+        return sum(lane.rest_bytes(self._replicated) for unit in self.units for lane in unit.lanes)
 
     @property
     def gradient_bytes(self) -> int:
         """Gradients at rest; frozen lanes have none."""
         lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
-        return sum(lane.rest_bytes(self._whole) for lane in lanes)
+        return sum(lane.rest_bytes(self._replicated) for lane in lanes)
 
     @property
     def full_bytes_at_peak(self) -> int:
-        """Full values held at once: the root and, with zero3, the two largest neighbours, or those that are
-        kept and the one that backward gathers beside them."""
-        root, rest = self.units[0].full_bytes, [unit.full_bytes for unit in self.units[1:]]
-        if self.strategy not in ("zero3", "hybrid"):
-            return root + sum(rest)
-        pairs = [a + b for a, b in pairwise(rest)]
-        kept = [unit.full_bytes for unit in self.units[1:] if unit.kept]
-        again = [unit.full_bytes for unit in self.units[1:] if unit.gathers > 1]
-        return root + max([*pairs, *rest, sum(kept) + sum(again[-1:]), 0])
+        """Full values that are held at the same time, the next unit's included if it is prefetched."""
+        return max(self.schedule.full_bytes_at(self.schedule.calls()))
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """Sent by one rank in one step of one micro-batch: gathers and gradients."""
+        """Sent per step of one micro-batch: gathers and gradients."""
         share = (self.ranks - 1) / self.ranks
         total = 0.0
-        for unit in self.units:
+        for unit, gathers in zip(self.units, self.schedule.gathers, strict=True):
             for lane in unit.lanes:
-                total += share * lane.gather_bytes * unit.gathers
+                total += share * lane.gather_bytes * gathers
                 if lane.trainable:
                     total += share * lane.wire_bytes
-                    if self._whole:
+                    if self._replicated:
                         total += share * lane.layout.total * lane.dtypes.rest.itemsize
         return round(total)
 
     @property
-    def _whole(self) -> bool:
+    def _replicated(self) -> bool:
         return self.strategy == "replicate"
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("unit", "lane", "elements", "at rest", "full", "padding")]
-        rows += [_row(unit, lane, self._whole) for unit in self.units for lane in unit.lanes]
+        rows = [("unit", "lane", "elements", "at rest", "full", "padding", "gathers per step")]
+        rows += [row for index in range(len(self.units)) for row in self._rows(index)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [_line(row, widths) for row in rows]
         return "\n".join(
             [
-                f"{self.num_elements:,} parameters, {self.strategy!r}, {self.ranks} ranks; for one rank:",
+                f"{self.num_elements:,} parameters, {self.strategy!r}, {self.ranks} ranks; per rank:",
                 lines[0],
                 "-" * len(lines[0]),
                 *lines[1:],
@@ -135,20 +133,29 @@ class Plan:
                 f"Adam state {size(2 * self.gradient_bytes)}",
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
                 f"sent per step: {size(self.wire_bytes_per_step)}",
+                *(["kept: full from forward to backward"] if self.schedule.releases else []),
             ]
         )
 
+    def _rows(self, index: int) -> list[_Row]:
+        """One per lane; what concerns the unit is in the first."""
+        unit, schedule = self.units[index], self.schedule
+        gathers = (
+            f"{schedule.gathers[index]}{', kept' if schedule.releases and index in schedule.kept else ''}"
+        )
+        rows = []
+        for lane in unit.lanes:
+            kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
+            elements, padding = lane.layout.num_elements, lane.layout.total - lane.layout.num_elements
+            rest, full = size(lane.rest_bytes(self._replicated)), size(lane.full_bytes)
+            rows.append((unit.name or "(root)", kind, f"{elements:,}", rest, full, f"{padding:,}", gathers))
+            gathers = ""
+        return rows
 
-def _row(unit: UnitPlan, lane: LanePlan, whole: bool) -> tuple[str, ...]:
-    kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
-    elements, padding = lane.layout.num_elements, lane.layout.total - lane.layout.num_elements
-    rest, full = size(lane.rest_bytes(whole)), size(lane.full_bytes)
-    return unit.name or "(root)", kind, f"{elements:,}", rest, full, f"{padding:,}"
 
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = zip(row, widths, strict=True)
-    return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(cells))
+def _line(row: _Row, widths: list[int]) -> str:
+    cells = enumerate(zip(row, widths, strict=True))
+    return "  ".join(c.rjust(w) if 2 <= i < 6 else c.ljust(w) for i, (c, w) in cells).rstrip()
 
 
 def size(num_bytes: float) -> str:
@@ -188,17 +195,41 @@ def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
     return plan_of(find_units(model, options), ranks, options)
 
 
-def plan_of(units: Iterable[Unit], ranks: int, options: Options) -> Plan:
-    units = list(units)
+def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[int] | None = None) -> Plan:
+    """`path`: the order in which units are called, the root first; None: as their modules are defined."""
     lanes = [tuple(lane for lane, _ in lanes_of(unit, ranks, options)) for unit in units]
-    sizes = [sum(lane.full_bytes for lane in each) for each in lanes]
-    once = {0} | {i for i, unit in enumerate(units) if looks_up_only(unit.modules)}
-    kept: set[int] = set()
-    if options.releases_after_forward:
-        kept = kept_units(range(len(units)), sizes, *options.keeps, once)
-    plans = []
-    for index, (unit, each) in enumerate(zip(units, lanes, strict=True)):
-        twice = options.releases_after_forward and index not in once and index not in kept
-        gathers = 0 if options.replicated else 2 if twice else 1
-        plans.append(UnitPlan(unit.name, each, gathers, index in kept))
-    return Plan(options.strategy, ranks, tuple(plans))
+    plans = tuple(UnitPlan(unit.name, each) for unit, each in zip(units, lanes, strict=True))
+    scheduled = [
+        ScheduledUnit(plan.full_bytes, inside, not looks_up_only(unit.modules), unit.policy.stays_full)
+        for plan, unit, inside in zip(plans, units, nesting(units), strict=True)
+    ]
+    path = _path_by_definition(units) if path is None else path
+    if not options.releases_after_forward:
+        path = list(dict.fromkeys(path))  # the engine does not see another call of a unit that is still full
+    return Plan(options.strategy, ranks, plans, make_schedule([path], scheduled, options))
+
+
+class _HasModules(Protocol):
+    @property
+    def modules(self) -> tuple[nn.Module, ...]: ...
+
+
+def nesting(units: Sequence[_HasModules]) -> list[frozenset[int]]:
+    """By unit, the units within its modules. For the root that is none: it is around all of them."""
+    index_of = {unit.modules[0]: index for index, unit in enumerate(units) if index}
+    inside: list[frozenset[int]] = [frozenset()]
+    for index, unit in enumerate(units[1:], start=1):
+        within = {index_of.get(inner, 0) for module in unit.modules for inner in module.modules()}
+        inside.append(frozenset(within - {0, index}))
+    return inside
+
+
+def _path_by_definition(units: Sequence[Unit]) -> list[int]:
+    """Modules are taken to be called in the order of their definition, those of a tie one by one."""
+    position = {module: at for at, module in enumerate(units[0].modules[0].modules())}
+    calls = [
+        (position[module], index)
+        for index, unit in enumerate(units)
+        for module in (unit.modules[:1] if unit.merged else unit.modules)
+    ]
+    return [index for _, index in sorted(calls)]

@@ -12,7 +12,7 @@ its gather and goes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -66,10 +66,13 @@ class ScheduledUnit(NamedTuple):
     stays_full: bool | None = None  # from forward to backward; None: as the release rule has it
 
 
-class Call(NamedTuple):
-    """A unit at work, for a while. Between the calls of other units it is the root, 0."""
+Phase = Literal["forward", "backward"]
 
-    phase: Literal["forward", "backward"]
+
+class Call(NamedTuple):
+    """A unit computes. Between the calls of other units it is the root, 0."""
+
+    phase: Phase
     unit: int
     done: bool = False  # after it the unit's gradients are complete
 
@@ -114,27 +117,30 @@ class Schedule:
             Call("backward", 0, True),
         ]
 
-    def full_at(self, calls: Sequence[Call]) -> list[set[int]]:
-        """By call, the units that are full, or are being gathered, while it runs."""
+    def full_at(self, calls: Sequence[Call]) -> Iterator[set[int]]:
+        """For each call of one step, the units that are full, or are being gathered, while it runs."""
         around = _around(self.units)
         ahead = self._ahead(calls) if self.prefetch else [0] * len(calls)
         last_call = {call.unit: at for at, call in enumerate(calls) if call.phase == "forward"}
         last_done = {call.unit: at for at, call in enumerate(calls) if call.done}
         called: set[int] = set()  # in forward
-        open_: set[int] = set(self.kept)  # in backward: full until their gradients are complete
-        found = []
+        in_use = set(self.kept)  # in backward: full until their gradients are complete
         for at, (phase, unit, _) in enumerate(calls):
-            here = {0, unit, ahead[at], *around[unit]}
+            full = {0, unit, ahead[at], *around[unit]}
             if phase == "forward":
                 called.add(unit)
-                here |= called & (self.kept | self.held)
-                here |= {u for u in called & self.returning if last_call[u] >= at}
+                full |= called & (self.kept | self.held)
+                full |= {u for u in called & self.returning if last_call[u] >= at}
             else:
-                here &= self._full_in_backward
-                here |= {u for u in open_ if last_done.get(u, -1) >= at}
-                open_ |= here
-            found.append(here)
-        return found
+                in_use.add(unit)
+                full = (full | in_use) & self._full_in_backward
+                if last_done.get(unit) == at:
+                    in_use.discard(unit)
+            yield full
+
+    def full_bytes_at(self, calls: Sequence[Call]) -> list[int]:
+        """For each call of one step, the bytes of these units' full values."""
+        return [sum(self.units[unit].full_bytes for unit in full) for full in self.full_at(calls)]
 
     @cached_property
     def _full_in_backward(self) -> frozenset[int]:
@@ -143,13 +149,13 @@ class Schedule:
     def _ahead(self, calls: Sequence[Call]) -> list[int]:
         """By call, the unit that its walk gathers next; 0, which is full in any case, where there is none."""
         gathered = {"forward": set(self.forward), "backward": set(self.backward) - self.kept}
-        found, following = [0] * len(calls), {"forward": 0, "backward": 0}
+        ahead, following = [0] * len(calls), {"forward": 0, "backward": 0}
         for at in range(len(calls) - 1, -1, -1):
             call = calls[at]
-            found[at] = following[call.phase]
+            ahead[at] = following[call.phase]
             if call.unit and call.unit in gathered[call.phase]:
                 following[call.phase] = call.unit
-        return found
+        return ahead
 
 
 def make_schedule(
@@ -196,7 +202,8 @@ def _kept(
         not_reread = {index for index, unit in enumerate(units) if not unit.rereads}
         kept |= kept_units(order, [unit.full_bytes for unit in units], *options.keeps, not_reread)
         kept |= {index for index, unit in enumerate(units) if index and unit.stays_full}
-    return frozenset(kept)
+    around = _around(units)  # a unit that is released releases those inside it
+    return frozenset(unit for unit in kept if around[unit] <= kept)
 
 
 def _backward(
@@ -232,13 +239,13 @@ def _around(units: Sequence[ScheduledUnit]) -> list[set[int]]:
 
 def _calls_after_others(order: Sequence[int]) -> list[int]:
     """The entries of units that were called before, with calls of other units between."""
-    seen: set[int] = set()
-    found = []
+    called: set[int] = set()
+    again = []
     for at, unit in enumerate(order):
-        if unit and unit in seen and order[at - 1] != unit:
-            found.append(unit)
-        seen.add(unit)
-    return found
+        if unit and unit in called and order[at - 1] != unit:
+            again.append(unit)
+        called.add(unit)
+    return again
 
 
 def settle(paths: Sequence[Sequence[int]], parents: Sequence[int]) -> list[int]:
@@ -345,11 +352,3 @@ def in_flight_limit(size_bytes: int) -> int:
     gloo uses a link both ways at once only while several are in flight; large ones hold much memory.
     """
     return 1 if size_bytes > LARGE_BYTES else IN_FLIGHT
-
-
-def in_flight(sizes: Sequence[int]) -> range:
-    """Of exchanges that were issued in this order, those in flight after the last."""
-    first = 0
-    for at, size_bytes in enumerate(sizes):
-        first = max(first, at + 1 - in_flight_limit(size_bytes))
-    return range(first, len(sizes))

@@ -73,17 +73,17 @@ def _finish(runtime: Runtime) -> None:
     runtime.unfinished = None
     references = find_aliases(runtime.root.modules[0])
     for unit in runtime.units:
-        computing = {
+        compute = {
             id(p): (p, c, piece.name)
             for lane in unit.lanes
             for p, c, piece in zip(lane.parameters, lane.compute_parameters, lane.layout.pieces, strict=True)
         }
         for module, attribute in unit.sites:
-            resting = module._parameters[attribute]
-            unit.slots.add(module, (module._parameters, attribute), *computing[id(resting)])
+            sharded = module._parameters[attribute]
+            unit.slots.add(module, (module._parameters, attribute), *compute[id(sharded)])
             stand_in = module.__dict__.get("forward")
             if isinstance(stand_in, StandIn) and not unit.slots.stands_in(stand_in):
                 unit.slots.add_forward(module, stand_in)
-        for key, known in computing.items():
+        for key, known in compute.items():
             for reference in references.get(key, ()):
                 unit.slots.add(None, (reference.container, reference.key), *known)

@@ -17,7 +17,7 @@ from fullshard.state.state_dict import StateShard, shard_of, to_rest
 
 
 def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
-    """State dicts of this optimizer know their whole shapes from now on; what was loaded before is cut."""
+    """State dicts of this optimizer hold StateShards from now on; what was loaded before is cut."""
     if _to_shards in optimizer._optimizer_state_dict_post_hooks.values():
         return
     optimizer.register_state_dict_post_hook(_to_shards)
@@ -26,17 +26,17 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
-    """Where the parameters of an optimizer lie, by their identity; those whose state is whole left out."""
+    """Where the parameters of an optimizer lie, by identity, without those whose state is replicated."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
     lanes = [lane for r in runtimes for lane in r.lanes if not lane.replicated or lane.specs]
     return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
 
 
-def _to_shards(optimizer: torch.optim.Optimizer, said: dict[str, Any]) -> dict[str, Any]:
+def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     places = _places(optimizer)
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    state = dict(said["state"])  # its values are the optimizer's own dicts
+    state = dict(state_dict["state"])  # its values are the optimizer's own dicts
     for index, parameter in enumerate(order):
         if index in state and id(parameter) in places:
             lane, at = places[id(parameter)]
@@ -44,7 +44,7 @@ def _to_shards(optimizer: torch.optim.Optimizer, said: dict[str, Any]) -> dict[s
                 key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
                 for key, value in state[index].items()
             }
-    return {**said, "state": state}
+    return {**state_dict, "state": state}
 
 
 def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
@@ -62,7 +62,7 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
 
 
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
-    """What load_state_dict was given, whole values or StateShards: this rank's elements stay."""
+    """Of what load_state_dict was given, unsharded values or StateShards, keep this rank's elements."""
     places = _places(optimizer)
     numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
     for parameter, state in optimizer.state.items():
@@ -75,7 +75,7 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
         piece = lane.layout.pieces[index]
         for key, value in state.items():
             shard = isinstance(value, StateShard)
-            whole = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.global_shape
+            unsharded = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.global_shape
             differs = isinstance(value, torch.Tensor) and value.shape != lane.shard_views[index].shape
-            if shard or (whole and key not in numbers and (is_cut(value) or differs)):
+            if shard or (unsharded and key not in numbers and (is_cut(value) or differs)):
                 state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()

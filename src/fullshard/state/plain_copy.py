@@ -1,4 +1,4 @@
-"""A plain module with the whole values of a sharded one, for tools that look inside modules.
+"""A plain module with the unsharded values of a sharded one, for tools that look inside modules.
 
 It shares memory with the values that fs.full shows, so it is made, used and dropped inside that.
 """
@@ -64,7 +64,7 @@ def _tidy(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
         for key in [key for key in known if key not in twin._forward_pre_hooks | twin._forward_hooks]:
             del known[key]
     forward = module.__dict__.get("forward")
-    while isinstance(forward, Attached):  # somebody's own may be below what we put over it
+    while isinstance(forward, Attached):  # the user's own may be below ours
         forward = getattr(forward, "original", getattr(forward, "replaced", None))
     if forward is not None and not _is_method(forward, module):
         twin.__dict__["forward"] = copy.deepcopy(forward, memo)

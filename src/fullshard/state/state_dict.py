@@ -1,7 +1,7 @@
-"""`state_dict` values that know their whole shape, and `load_state_dict` of whole tensors.
+"""`state_dict` values that know their global shape, and `load_state_dict` of unsharded tensors.
 
-A bare piece under a whole name is how people lose weights. So outside `fs.full` a state dict holds
-StateShards: whole shape, this rank's elements, ready for torch.distributed.checkpoint, refused by
+A bare shard under a full name is how people lose weights. So outside `fs.full` a state dict holds
+StateShards: global shape, this rank's elements, ready for torch.distributed.checkpoint, refused by
 `torch.save` with the remedy.
 """
 
@@ -24,7 +24,7 @@ from fullshard.plan.layout import Box, Piece, boxes
 from fullshard.plan.tensor_parallel import is_cut, part_of
 
 _REMEDY = (
-    "fs.save and torch.distributed.checkpoint.save write every rank's part; for plain whole tensors take the "
+    "fs.save and torch.distributed.checkpoint.save write every rank's part; for plain tensors take the "
     "model's state dict inside `with fs.full(model):`."
 )
 
@@ -33,7 +33,7 @@ _MEMORY = {"untyped_storage", "storage", "numpy", "tolist", "item", "__array__"}
 
 
 class StateShard(torch.Tensor):
-    """A state dict value: the whole shape, this rank's elements [start, stop) in memory order."""
+    """A state dict value: the global shape, this rank's elements [start, stop) in memory order."""
 
     key: str
     piece: Piece
@@ -78,7 +78,7 @@ class StateShard(torch.Tensor):
         if getattr(func, "__name__", "") in _MEMORY:
             raise StateError(
                 f"state dict value {args[0].key!r} holds only this rank's elements; {func.__name__}() would "
-                "take them for the whole",
+                "take them for all elements",
                 _REMEDY,
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class StateShard(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"StateShard({self.key!r}, whole shape {self.piece.global_shape}, {self.dtype}, this rank's "
+            f"StateShard({self.key!r}, global shape {self.piece.global_shape}, {self.dtype}, this rank's "
             f"elements [{self.start}, {self.stop}))"
         )
 
@@ -111,7 +111,7 @@ class StateShard(torch.Tensor):
         return self.local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole value, on every rank. All ranks must call it, value by value in the same order."""
+        """The unsharded value, on every rank. All ranks must call it, value by value in the same order."""
         if self.comm is None:
             raise NotSupported(f"full_tensor() of state dict value {self.key!r}", _REMEDY)
         flat = torch.zeros(self.piece.num_elements, dtype=self.local.dtype, device=self.local.device)
@@ -122,9 +122,9 @@ class StateShard(torch.Tensor):
         if region is None or not region.is_cut:
             self.comm.sum_shards(flat)  # all other elements are zero: nothing is rounded
             return part
-        whole = flat.new_zeros(region.global_shape)
-        part_of(whole, region).copy_(part)
-        return self.comm.sum_shards(whole)
+        full = flat.new_zeros(region.global_shape)
+        part_of(full, region).copy_(part)
+        return self.comm.sum_shards(full)
 
     # ---- torch.distributed.checkpoint finds these by name
 
@@ -174,7 +174,7 @@ class Places:
 
 
 def shard_of(lane: Lane, index: int, local: torch.Tensor, key: str) -> StateShard:
-    """This rank's elements of a parameter, or of something of its shape, as a value that knows the whole."""
+    """This rank's elements of a parameter, or of a tensor of its shape, with the global shape."""
     piece = lane.layout.pieces[index]
     start, stop = lane.layout.kept(piece, lane.comm.rank)
     if local.numel() != stop - start:
@@ -232,7 +232,7 @@ def attach_state(module: nn.Module, places: dict[str, tuple[Lane, int]]) -> None
 
 
 def _part(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
-    """What this rank's tensor-parallel group holds, of a whole value or of a DTensor that is cut alike."""
+    """The part that this rank's tensor-parallel group holds, of an unsharded value or a DTensor cut alike."""
     piece, spec = lane.layout.pieces[index], lane.specs[index] if lane.specs else None
     if not isinstance(value, torch.Tensor):
         raise ModelError(
@@ -241,12 +241,12 @@ def _part(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
     if tuple(value.shape) != piece.global_shape:
         raise ModelError(
             f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.global_shape} in the model",
-            "Load whole tensors of the unsharded model.",
+            "Load tensors of the unsharded model.",
         )
     if is_cut(value) and (spec is None or not spec.cuts_like(value)):
         raise ModelError(
             f"{key!r} in the state dict is a DTensor that is not cut as the parameter is",
-            "Load whole tensors: value.full_tensor().",
+            "Load unsharded tensors: value.full_tensor().",
         )
     return part_of(value, piece.region)
 
@@ -259,13 +259,13 @@ def _as_cut(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
 
 
 def to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
-    """This rank's elements of a whole value, in the shape of the parameter at rest."""
+    """This rank's elements of an unsharded value, in the shape of the parameter at rest."""
     piece = lane.layout.pieces[index]
-    resting = lane.shard_views[index]
+    shard_view = lane.shard_views[index]
     if isinstance(value, StateShard):
         start, stop = lane.layout.kept(piece, lane.comm.rank)
         if lane.replicated:
-            raise StateError(f"{key!r} is a part of a value, and parameters here are whole at rest", _REMEDY)
+            raise StateError(f"{key!r} is a shard of a value, and parameters here are replicated", _REMEDY)
         cut = value.start, value.stop, value.piece.order, value.piece.region
         if cut != (start, stop, piece.order, piece.region):
             raise StateError(
@@ -278,4 +278,4 @@ def to_rest(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
     if lane.replicated:
         return part
     start, stop = lane.layout.kept(piece, lane.comm.rank)
-    return in_memory_order(part, piece)[start:stop].view(resting.shape)
+    return in_memory_order(part, piece)[start:stop].view(shard_view.shape)

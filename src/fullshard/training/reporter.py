@@ -131,9 +131,9 @@ def _describe(job: Job, run: Run) -> dict[str, Any]:
                 "elements": unit.num_elements,
                 "rest": sum(lane.rest_bytes(whole) for lane in unit.lanes),
                 "full": unit.full_bytes,
-                "gathers": unit.gathers,
+                "gathers": gathers,
             }
-            for unit in planned.units
+            for unit, gathers in zip(planned.units, planned.schedule.gathers, strict=True)
         ],
         "full_at_peak": planned.full_bytes_at_peak,
         "sent_per_step": planned.wire_bytes_per_step,

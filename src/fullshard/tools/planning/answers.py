@@ -22,7 +22,7 @@ _MOST_RANKS = 2**17
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a model."""
+    """A request to plan a model: ranks, memory, and how it is to be trained."""
 
     ranks: int = 8
     memory_bytes: int = 0
@@ -49,7 +49,7 @@ class Question:
         inner = self.node_ranks
         if inner is not None and "hybrid" not in self.strategies:
             raise OptionError(
-                f"nodes of {inner} ranks matter to hybrid alone, and it was not asked about",
+                f"nodes of {inner} ranks matter only to hybrid, which is not among the strategies",
                 "Leave out --node-ranks, or add --strategy hybrid.",
             )
         if "hybrid" in self.strategies and inner is None:
@@ -80,14 +80,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What each strategy needs; `advice` says what would fit if none does."""
+    """The memory that each strategy needs; if none fits, `advice` has what would."""
 
     subject: Subject
     question: Question
     num_parameters: int
     needs: tuple[Need, ...]
     saved_bytes: int  # activations of the blocks
-    loss_bytes: int  # beside them, for logits and loss
+    loss_bytes: int  # in addition, for logits and loss
     returned_bytes: int  # of that, what the model returns and its caller keeps
     advice: tuple[str, ...]
 
@@ -105,7 +105,7 @@ def answer(subject: Subject, question: Question) -> Answer:
     model = subject.build()
     step = _step(model, subject, question)
     needs = tuple(_need(step, question, strategy) for strategy in question.strategies)
-    found = Answer(
+    plain = Answer(
         subject,
         question,
         sum(parameter.numel() for parameter in model.parameters()),
@@ -115,7 +115,7 @@ def answer(subject: Subject, question: Question) -> Answer:
         step.trace.returned_bytes,
         (),
     )
-    return found if found.best is not None else replace(found, advice=tuple(_advice(found, step)))
+    return plain if plain.best is not None else replace(plain, advice=tuple(_advice(plain, step)))
 
 
 def _need(step: Step, question: Question, strategy: str) -> Need:
@@ -124,23 +124,23 @@ def _need(step: Step, question: Question, strategy: str) -> Need:
 
 
 def _step(model: nn.Module, subject: Subject, question: Question) -> Step:
-    said = question.options("zero3")
-    units = find_units(model, said)
-    with in_compute_dtype(model, said.precision.compute):
+    options = question.options("zero3")
+    units = find_units(model, options)
+    with in_compute_dtype(model, options.precision.compute):
         try:
-            seen = trace(model, units, subject.run, question.recompute)
-        except Exception as error:  # a forward that looks at values, of which there are none
+            traced = trace(model, units, subject.run, question.recompute)
+        except Exception as error:  # a forward that reads values, of which there are none
             raise OptionError(
                 f"the forward of {subject.name} does not run without values: {type(error).__name__}: {error}",
                 "Plan with a size that `fullshard plan --list` shows, or measure it with fullshard simulate.",
             ) from error
-    return Step(units, seen, question.optimizer, question.on_gpu, question.accumulate)
+    return Step(units, traced, question.optimizer, question.on_gpu, question.accumulate)
 
 
-def _advice(found: Answer, step: Step) -> list[str]:
+def _advice(answer: Answer, step: Step) -> list[str]:
     """What would fit."""
-    question, name = found.question, found.subject.name
-    least = min(found.needs, key=lambda one: one.peak)
+    question, name = answer.question, answer.subject.name
+    least = min(answer.needs, key=lambda one: one.peak)
     have = f"{question.ranks} ranks of {size(question.memory_bytes)}"
     lines = []
     if least.rest > question.room_bytes:
@@ -151,22 +151,21 @@ def _advice(found: Answer, step: Step) -> list[str]:
         )
     else:
         lines.append(
-            f"{name} does not train on {have} as asked: {least.strategy} rests in {size(least.rest)}, and "
-            f"takes {size(least.peak)} at the peak ({least.moment})."
+            f"{name} does not train on {have} with these options: {least.strategy} takes "
+            f"{size(least.rest)} at rest and {size(least.peak)} at the peak ({least.moment})."
         )
     fewest = _fewest(step, question)
-    lines.append(_ranks_line("As asked", fewest, question))
+    lines.append(_ranks_line("With these options", fewest, question))
     if not question.recompute:
         again = replace(question, recompute=True)
-        model = found.subject.build()
-        other = _step(model, found.subject, again)
+        other = _step(answer.subject.build(), answer.subject, again)
         here = _need(other, again, "zero3")
         if here.peak <= question.room_bytes:
             lines.append(f"With --checkpoint-activations zero3 fits here: {size(here.peak)} at the peak.")
         else:
             lines.append(_ranks_line("With --checkpoint-activations", _fewest(other, again), question))
     if fewest is None:
-        lines.append("Fewer tokens per rank help: a smaller --batch or --sequence.")
+        lines.append("Fewer tokens per rank help: smaller --batch or --sequence.")
     return lines
 
 

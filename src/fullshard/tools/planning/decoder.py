@@ -1,9 +1,8 @@
 """A decoder of a given shape, planned on the meta device and simulated with values.
 
-To plan, nobody looks at what it computes: only the sizes and dtypes of tensors count. So there norms and GELU
-are written out as transformers writes them, with their float32 in the middle, and the logits are returned
-beside the loss. A shape that is `fused` takes torch's own kernels for them, and returns the loss alone: that
-is what the simulation measures.
+For a plan only the sizes and dtypes of tensors count. So norms and GELU are written out as in transformers,
+with their intermediate float32, and the logits are returned with the loss. A shape that is `fused` uses
+torch's own kernels for them and returns the loss alone: that is what the simulation measures.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _norm(shape: Shape, width: int) -> nn.Module:
 
 
 def _after(shape: Shape) -> nn.Module:
-    """Behind attention and feed-forward: a second norm, or GPT-2's dropout, of which its mask is kept."""
+    """After attention and feed-forward: a second norm, or GPT-2's dropout, which saves its mask."""
     if shape.norms == 4:
         return _norm(shape, shape.width)
     return nn.Dropout(0.1) if shape.gpt2 and not shape.fused else nn.Identity()
@@ -100,7 +99,7 @@ def _capped(x: Tensor, most: float) -> Tensor:
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
-    """Keys and values are copied for every head that shares them, and the squares of scores are kept."""
+    """Keys and values are copied for every head that shares them, and the score matrices are saved."""
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scores = _capped(query @ key.transpose(2, 3) * query.shape[-1] ** -0.5, 50.0)
     scores = scores + torch.full_like(scores[:1, :1], float("-inf")).triu(1)
@@ -131,7 +130,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Feed-forwards of which a token uses a few. Each gets as many as the others, which is the mean."""
+    """Feed-forwards, a few of which each token uses. Tokens are assumed to be spread evenly."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in; out comes the loss of each next one, unless `fused` with the logits."""
+    """From tokens to the loss of predicting each next one; unless `fused`, with the logits."""
 
     turns: Tensor
 
@@ -208,7 +207,7 @@ class Decoder(nn.Module):
 
 
 def initialize(module: nn.Module) -> None:
-    """A module's own values. A model that is too large to be built whole is built on meta and then filled."""
+    """Initialises a module's own values, for models that are built on meta because they fit on no device."""
     for name, parameter in module.named_parameters(recurse=False):
         fill(name, parameter.data)
     if isinstance(module, Decoder) and not module.shape.gpt2:
@@ -223,7 +222,7 @@ def fill(name: str, values: Tensor) -> None:
 
 
 def num_parameters(shape: Shape) -> int:
-    """Of the whole model; only one block of it is built."""
+    """Of the model; only one block of it is built."""
     with torch.device("meta"):
         none, one = (Decoder(replace(shape, layers=layers)) for layers in (0, 1))
     around, with_block = (sum(p.numel() for p in model.parameters()) for model in (none, one))

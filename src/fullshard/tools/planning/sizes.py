@@ -25,12 +25,12 @@ class Shape:
     qkv_bias: bool = False
     joint_qkv: bool = False  # queries, keys and values are parts of one product
     qk_norm: bool = False
-    norms: int = 2  # of a block: before attention and feed-forward, or around them
+    norms: int = 2  # per block: before attention and feed-forward, or also after them
     wide_norms: bool = False  # float32 to their end
     experts: int = 0
     experts_used: int = 0  # by a token
     gpt2: bool = False  # LayerNorm, learned positions, biases everywhere, GELU without a gate
-    softcap: bool = False  # scores and logits are kept small by a tanh, which no fused attention computes
+    softcap: bool = False  # scores and logits are bounded by a tanh, which no fused attention computes
     fused: bool = False  # torch's own kernels for norms and GELU; else written out, as transformers does
 
     @property

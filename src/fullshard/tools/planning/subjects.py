@@ -1,4 +1,4 @@
-"""What is planned: a well-known size, or a Hugging Face config.json; built on meta."""
+"""Models to plan, built on meta: a well-known size, or a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Subject:
     build: Callable[[], nn.Module]
     run: Run
     batch: str
-    traced: str  # which model it is that one step is followed through
+    traced: str  # the model whose step is traced, in words
 
 
 def find(name: str, batch: Batch) -> Subject:
@@ -79,17 +79,17 @@ def _read(file: Path) -> dict[str, Any]:
     return config
 
 
-def _plain(said: dict[str, Any]) -> Any:
+def _plain(entry: dict[str, Any]) -> Any:
     """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
-    value = said.get("__float__")
-    return float(value) if isinstance(value, str) and len(said) == 1 else said
+    value = entry.get("__float__")
+    return float(value) if isinstance(value, str) and len(entry) == 1 else entry
 
 
 def _length(batch: Batch, context: int) -> int:
     return batch.length or min(context, 4096)
 
 
-def _said(batch: Batch, length: int) -> str:
+def _described(batch: Batch, length: int) -> str:
     return f"{batch.sequences} x {length} tokens per rank"
 
 
@@ -103,14 +103,14 @@ def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
         return out[0], out
 
     build = partial(_on_meta, partial(Decoder, shape), shape.context, length)
-    return Subject(name, build, run, _said(batch, length), _OWN_DECODER)
+    return Subject(name, build, run, _described(batch, length), _OWN_DECODER)
 
 
 def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
     transformers = need_library("transformers", "hf")
     kind = _config(transformers, config)
-    said = getattr(kind, "max_position_embeddings", None) or 0
-    context = said if said > 0 else 4096  # XLNet's -1: no limit
+    positions = getattr(kind, "max_position_embeddings", None) or 0
+    context = positions if positions > 0 else 4096  # XLNet's -1: no limit
     length = _length(batch, context)
 
     def build() -> nn.Module:
@@ -124,7 +124,7 @@ def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
         return out.loss, out
 
     traced = f"the model that transformers {transformers.__version__} builds"
-    return Subject(name, partial(_on_meta, build, context, length), run, _said(batch, length), traced)
+    return Subject(name, partial(_on_meta, build, context, length), run, _described(batch, length), traced)
 
 
 def _config(transformers: Any, config: dict[str, Any]) -> Any:
@@ -135,12 +135,12 @@ def _config(transformers: Any, config: dict[str, Any]) -> Any:
         )
     if config.get("quantization_config"):
         raise OptionError(
-            "the config has a quantization_config, and only whole values are planned",
+            "the config has a quantization_config, and only unquantized parameters are planned",
             "Leave it out to plan the training of all parameters.",
         )
     try:
         kind = transformers.AutoConfig.for_model(**config)
-    except Exception as error:  # of transformers' checks, each has a class of its own
+    except Exception as error:  # each of transformers' checks has its own class
         raise OptionError(f"the config is refused: {_in_one_line(error)}", "Check the config.") from error
     if type(kind) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OptionError(f"{model_type!r} is no causal language model that transformers can build", builder)
@@ -154,7 +154,7 @@ def _in_one_line(error: Exception) -> str:
 
 @contextmanager
 def _no_packed_sequences() -> Iterator[None]:
-    """Without a mask transformers looks into the positions for packed sequences, and these have no values.
+    """Without a mask transformers searches the positions for packed sequences, and these have no values.
 
     A mask of our own would be worse: with one, keys and values are copied for every head that shares them.
     """
@@ -179,7 +179,7 @@ def _on_meta(build: Callable[[], nn.Module], context: int, length: int) -> nn.Mo
         raise OptionError(f"the model cannot be built: {_in_one_line(error)}", "Check the config.") from error
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if length > context and any(context <= rows <= context + 2 for rows in tables):  # OPT has two rows more
-        # They are learned. Without values nothing notices that it looks past the end.
+        # Learned positions: without values no operator would notice an index past the end.
         raise OptionError(
             f"the model has positions for {context} tokens, not for {length}", "Give a smaller --sequence."
         )

@@ -1,15 +1,15 @@
-"""One step of a whole model on the meta device, where nothing is computed: which tensors live when.
+"""One step of a model on the meta device, where nothing is computed: which tensors live when.
 
-What is counted is what the engine does not manage: activations, the temporaries between them, gradients from
-the moment they are made until their unit is done, and buffers. Parameters are not counted. A moment lasts
-from one change of unit to the next, so that the engine's own buffers can be added to each (`needs`).
+Counted is what the engine does not manage: activations, temporaries, gradients from the moment they are made
+until their unit is done, and buffers. Parameters are not counted. A moment lasts from one change of unit to
+the next, so that the engine's own buffers can be added to each (`needs`).
 
 What the model returns lives until the step is over, because callers write `out = model(...)` and then
-`out.loss.backward()`. With the logits of a language model that is no small matter.
+`out.loss.backward()`. The logits of a language model are large.
 
-Attention counts as fused kernels compute it: queries, keys, values, the output and one number a row are kept,
-not the square matrix. Dropout keeps a byte for each value. Large Linears write their weight's gradient into
-the engine's buffer (`direct`), so here it takes no memory.
+Attention counts as fused kernels compute it: queries, keys, values, the output and one number per row are
+saved, not the score matrix. Dropout saves one byte per value. Large Linears write their weight's gradient
+into the engine's buffer (`engine.direct`), so here it takes no memory.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.direct import MIN_BYTES
+from fullshard.plan.schedule import Call, Phase
 from fullshard.plan.units import Unit
 
 Run = Callable[[nn.Module], tuple[Tensor, Any]]  # a model's forward: its loss, and all that it returned
 
-_ROUND = 512  # bytes: CUDA's allocator hands out multiples of it
+_ROUND = 512  # bytes: CUDA's allocator rounds up to multiples of it
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that live while a unit is at work: at the most, and when it hands over."""
+    """Bytes that live during a call of a unit: at their peak, and when the next call begins."""
 
-    phase: str  # 'forward' or 'backward'
-    unit: int
+    call: Call
     peak_bytes: int
     end_bytes: int
-    done: bool = False  # its gradients are complete
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -56,7 +55,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self._outside = {t.untyped_storage()._cdata for t in parameters}
         self.moments: list[Moment] = []
         self.live = self._peak = 0
-        self._now: tuple[str, int, bool] = ("forward", 0, False)
+        self._now = Call("forward", 0)
         self._ending: Callable[[], None] | None = None
         for buffer in buffers:
             self._count(buffer.untyped_storage())
@@ -81,14 +80,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if self._known.pop(key, None) is not None:
             self.live -= size
 
-    def mark(self, phase: str, unit: int, ending: Callable[[], None] | None = None) -> None:
-        """From here on `unit` is at work; `ending` lets its gradients go when the next one begins."""
-        before, at, done = self._now
-        self.moments.append(Moment(before, at, self._peak, self.live, done))
+    def mark(self, phase: Phase, unit: int, ending: Callable[[], None] | None = None) -> None:
+        """A call of `unit` begins; `ending` frees its gradients when the next call begins."""
+        self.moments.append(Moment(self._now, self._peak, self.live))
         if self._ending is not None:
             self._ending()
         self._ending = ending
-        self._now, self._peak = (phase, unit, ending is not None), self.live
+        self._now, self._peak = Call(phase, unit, ending is not None), self.live
 
 
 class _Flash(torch.autograd.Function):
@@ -104,7 +102,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """Rows of each expert times its matrix. Without values torch's own knows bf16 alone."""
+    """Rows of each expert times its matrix. On meta, torch's own operator supports only bf16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -135,17 +133,17 @@ class _Direct(torch.autograd.Function):
 
 @contextmanager
 def _kernels(direct: set[int]) -> Iterator[None]:
-    """Attention, dropout, experts and large Linears as they are on a device, for tensors that are nowhere.
+    """Attention, dropout, experts and large Linears with the memory that they need on a device.
 
-    They are exchanged where modules look them up: a TorchFunctionMode is gone when checkpointing computes
-    again in backward.
+    They are replaced where modules look them up: a TorchFunctionMode is not active when checkpointing
+    recomputes in backward.
     """
     attention, linear, dropout = F.scaled_dot_product_attention, F.linear, F.dropout
     grouped = F.grouped_mm
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
         if query.shape[-3] != key.shape[-3] and not more.get("enable_gqa"):
-            # Heads that share a key by broadcasting: no fused kernel takes that, and the scores are kept.
+            # Heads that share a key by broadcasting: no fused kernel supports that, and the scores are saved.
             return attention(query, key, value, *rest, **more)
         return _Flash.apply(query, key, value)  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -171,8 +169,8 @@ def _kernels(direct: set[int]) -> Iterator[None]:
 
 
 def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
-    """By unit, the weights whose gradients are written where they are sent from: see `surface`."""
-    found: list[set[int]] = []
+    """By unit, the weights whose gradients are written into the send buffer (`engine.direct`)."""
+    by_unit: list[set[int]] = []
     for unit in units:
         weights = set()
         for member in unit.members:
@@ -181,21 +179,21 @@ def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
             large = alone and size >= MIN_BYTES and member.parameter.requires_grad
             if large and name == "weight" and type(module) is nn.Linear:
                 weights.add(id(member.parameter))
-        found.append(weights)
-    return found
+        by_unit.append(weights)
+    return by_unit
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Forward and backward."""
+    """Forward and backward, as moments."""
 
     moments: Sequence[Moment]
     buffer_bytes: int
-    returned_bytes: int  # what the model returned: it is still there when the optimizer steps
+    returned_bytes: int  # the model's output: still alive during the optimizer's step
 
 
 def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: bool) -> Trace:
-    """A model on meta, its parameters in the dtype that computes."""
+    """Of a model on meta whose parameters have the compute dtype."""
     meter = Meter(model.parameters(), model.buffers())
     buffer_bytes, direct = meter.live, set().union(*direct_weights(units))
     for index, unit in enumerate(units[1:], start=1):
@@ -239,7 +237,7 @@ class _Watch:
                 value.register_hook(begins)  # type: ignore[no-untyped-call, unused-ignore]
 
     def _backward(self, first: bool, _gradient: Tensor) -> None:
-        """Its backward begins. That of its first call is the last: its gradients go when others follow."""
+        """Its backward begins. That of its first call is its last: then its gradients are freed."""
         self._meter.mark("backward", self._index, self._drop if first else None)
 
     def _drop(self) -> None:

@@ -1,4 +1,4 @@
-"""The wire of a CUDA device: a stream that copies what arrives and then stands still for its time."""
+"""The wire of a CUDA device: a stream that copies what is received and then waits for the message's time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from fullshard.tools.simulation.wire import Message, Traffic, deliver, event
 
-# What arrives is copied in one burst by few blocks; then one warp, small enough to sit beside any other
+# What is received is copied in one burst by few blocks; then one warp, small enough to run beside any other
 # kernel, holds the wire for the rest of its time. The timer counts nanoseconds, not cycles: clocks fall
-# under load. What NCCL's own kernels take from the multiprocessors is not simulated.
+# under load. The multiprocessors that NCCL's own kernels occupy are not simulated.
 _COPY_BLOCKS, _COPY_THREADS = 32, 512
 _SOURCE = r"""
 extern "C" __global__ void deliver(const uint4* source, uint4* target, int period, int skip_start,
@@ -97,7 +97,7 @@ class CudaWire:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
         self._raw = self._stream.cuda_stream
         self._driver = driver = _Driver()
-        # An event may be used again once nobody can wait for it any more: rounds of thousands are enough.
+        # An event may be used again once nothing can wait for it any more: a cycle of thousands is enough.
         self._events = itertools.cycle([driver.event() for _ in range(4096)])
         pointer, number = ctypes.c_void_p, ctypes.c_int
         self._deliver = _Kernel(driver, "deliver", (pointer, pointer, number, number, number, number))

@@ -1,6 +1,6 @@
-"""A process group of many ranks in which only one is real: the others say what this one says.
+"""A process group of many ranks in which only one is real: the others are taken to send what this one sends.
 
-torch's own FSDP runs through it too: it sees an ordinary backend of torch.distributed.
+torch's own FSDP runs through it too: for it this is an ordinary backend of torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, ProcessGroup, ReduceOp
 
-from fullshard.comm.groups import SIMULATED
 from fullshard.errors import OptionError, StateError, report_errors_as
 from fullshard.tools.simulation.cuda_wire import CudaWire
 from fullshard.tools.simulation.network import Network
 from fullshard.tools.simulation.wire import HostWire, Message, deliver
 
-BACKEND = SIMULATED
-_Group: Any = ProcessGroup  # its types ask for names of arguments that differ between versions
+BACKEND = "simulated"
+_Group: Any = ProcessGroup  # its stubs name arguments differently between versions
 
 
 class Cluster:
-    """The network, the rank that is played, and its wire."""
+    """The network, the rank that this process plays, and its wire."""
 
     def __init__(self, network: Network, device: torch.device, rank: int = 0) -> None:
         if not 0 <= rank < network.ranks:
@@ -38,12 +37,12 @@ class Cluster:
 class Carried:
     """A message on the wire. `wait` makes the current stream wait, or on a CPU the caller.
 
-    Not a torch Work: making one from Python takes longer than all else that the simulated wire does.
+    Not a torch Work: making one from Python takes longer than everything else in the simulated wire.
     """
 
     def __init__(self, cluster: Cluster | None, ticket: Any, keep: Any) -> None:
         self._cluster, self._ticket, self._keep = cluster, ticket, keep
-        self.after: Callable[[], Any] | None = None  # what is left to do with what has arrived
+        self.after: Callable[[], Any] | None = None  # to be done with what was received
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._cluster is not None:
@@ -76,28 +75,30 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def group_name(self) -> str:
         return self._name
 
+    peers_are_absent = True  # the engine makes all its groups with this backend
+
     @property
-    def node_ranks(self) -> int | None:
-        """What torchrun would say of a node; the engine asks, to choose how gradients are summed."""
-        return self._cluster.network.node_ranks
+    def node_ranks(self) -> int:
+        """Ranks per node, as a launcher would have them: the engine's choice of how gradients are summed."""
+        return self._cluster.network.node_ranks or self._cluster.network.ranks
 
     def getBackendName(self) -> str:
         return BACKEND
 
     def _carry(
-        self, kind: str, whole: torch.Tensor, target: torch.Tensor, source: torch.Tensor, own: int | None
+        self, kind: str, full: torch.Tensor, target: torch.Tensor, source: torch.Tensor, own: int | None
     ) -> Carried:
         count = len(self._members)
         if count == 1 or target.device.type != self._cluster.device.type:
-            deliver(target, source, own)  # agreements on the host, beside the wire of a device
+            deliver(target, source, own)  # agreements on the host do not use the wire of a device
             return Carried(None, None, target)
-        seconds = self._cluster.network.seconds(kind, whole.nbytes, self._members)
-        sent = whole.nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1)
+        seconds = self._cluster.network.seconds(kind, full.nbytes, self._members)
+        sent = full.nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1)
         ticket = self._cluster.wire.carry(Message(kind, sent, seconds), target, source, own)
         return Carried(self._cluster, ticket, target)
 
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(-1).view(len(self._members), -1)[self._rank]
+    def _own_part(self, full: torch.Tensor) -> torch.Tensor:
+        return full.view(-1).view(len(self._members), -1)[self._rank]
 
     # ---- what torch.distributed calls, by its old and its new names
 
@@ -108,7 +109,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def alltoall_base(
         self, output: torch.Tensor, source: torch.Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Carried:
-        """Every rank sends this one what it sends itself: its own interval, with the same padding."""
+        """Every rank sends to this one what this one sends to itself: its own interval, with the padding."""
         return self._carry("all-to-all", source, output, self._own_part(source), None)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Carried:
@@ -123,7 +124,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
         return work
 
     def _times_ranks(self, work: Carried, values: torch.Tensor, opts: Any) -> Carried:
-        """Everybody sent the same: a sum is as many times that, a mean or maximum is that."""
+        """All ranks send the same values: a sum is these times the ranks, a mean or maximum is these."""
         if opts is not None and opts.reduceOp == ReduceOp.SUM:
             work.after = partial(values.mul_, len(self._members))
         return work
@@ -156,9 +157,9 @@ def joined(cluster: Cluster) -> Iterator[Cluster]:
             "Simulate in a process of its own, without torchrun.",
         )
 
-    def create(said: Any, _: Any) -> SimulatedGroup:
-        members = list(said.global_ranks_in_group) or list(range(said.group_size))
-        return SimulatedGroup(cluster, said.group_rank, members, said.group_id)
+    def create(request: Any, _: Any) -> SimulatedGroup:
+        members = list(request.global_ranks_in_group) or list(range(request.group_size))
+        return SimulatedGroup(cluster, request.group_rank, members, request.group_id)
 
     distributed.Backend._plugins.pop(BACKEND.upper(), None)
     if BACKEND in distributed.Backend.backend_list:
@@ -167,12 +168,12 @@ def joined(cluster: Cluster) -> Iterator[Cluster]:
     distributed.init_process_group(
         BACKEND, store=HashStore(), rank=cluster.rank, world_size=cluster.network.ranks
     )
-    # An object's size comes before it, from a rank that is not there: the receiver keeps its own object.
-    error_fields = distributed.broadcast_object_list
+    # An object is preceded by its size, from a rank that is not there: the receiver keeps its own object.
+    broadcast_object_list = distributed.broadcast_object_list
     vars(distributed)["broadcast_object_list"] = lambda *_, **__: None
     try:
         yield cluster
     finally:
-        vars(distributed)["broadcast_object_list"] = error_fields
+        vars(distributed)["broadcast_object_list"] = broadcast_object_list
         distributed.destroy_process_group()
         report_errors_as(0)

@@ -23,8 +23,8 @@ class Figures:
     """Medians of one rank's steps. Memory is that of the device, or 0 on a CPU."""
 
     step_s: float
-    without_wire_s: float  # if messages took no time: the same steps again; on a CPU, less its waiting
-    host_s: float  # until the step was issued; on a CPU the step itself
+    without_wire_s: float  # if messages took no time: the same steps again; on a CPU, the step less its waits
+    host_s: float  # until the step was issued; on a CPU the same as the step
     wire_s: float  # the wire was in use
     sent_bytes: float
     messages: int
@@ -41,7 +41,7 @@ def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps
     on_device = cluster.device.type == "cuda"
     if on_device:
         gc.collect()
-        torch.cuda.empty_cache()  # what building the model left behind does not count
+        torch.cuda.empty_cache()  # memory left over from building the model does not count
     for _ in range(warmup):
         step()
     traffic = cluster.wire.traffic
@@ -70,14 +70,14 @@ def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps
 
 
 def _on_host(step: Callable[[], object], steps: int, cluster: Cluster) -> tuple[float, float]:
-    """A step, and how long it stood waiting for the wire: on a CPU that is known without a second run."""
-    found = []
+    """A step, and how long it waited for the wire: on a CPU that is known without a second run."""
+    times = []
     for _ in range(steps):
         cluster.wire.traffic.clear()
         begun = time.perf_counter()
         step()
-        found.append((time.perf_counter() - begun, cluster.wire.traffic.waited_s))
-    return sorted(found)[len(found) // 2]
+        times.append((time.perf_counter() - begun, cluster.wire.traffic.waited_s))
+    return sorted(times)[len(times) // 2]
 
 
 def timed(step: Callable[[], object], steps: int) -> list[float]:
@@ -93,14 +93,14 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
 
 def issued(step: Callable[[], object], steps: int) -> list[float]:
     """Host time alone: from an idle device until the step's last call returns."""
-    found = []
+    times = []
     for _ in range(steps):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         step()
-        found.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - begun)
     torch.cuda.synchronize()
-    return found
+    return times
 
 
 def _retries() -> int:

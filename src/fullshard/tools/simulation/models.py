@@ -38,13 +38,13 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is simulated: how to build it, what to feed it, how to get a loss."""
+    """A model to simulate: how it is built, its batch, and its loss."""
 
     name: str
     about: str
     build: Callable[[], nn.Module]
     batch: Callable[[torch.device], Any]
-    initialize: Callable[[nn.Module], None] | None = None  # it may be built on meta: this fills a module
+    initialize: Callable[[nn.Module], None] | None = None  # fills a module that was built on meta
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.loss_in(self.output(model, batch))
@@ -67,7 +67,7 @@ class Subject:
 
 
 class Training:
-    """A model that is trained on one batch, step by step."""
+    """A model and its optimizer: each call is one step on the same batch."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], what: Subject, batch: Any) -> None:
         self.model, self.blocks, self._what, self._batch = model, blocks, what, batch
@@ -83,9 +83,9 @@ class Training:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, outer ones first: fullshard's units, without lone layers."""
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
-    found = [module for unit in find_units(model, said)[1:] for module in unit.modules]
-    return [module for module in found if next(module.children(), None) is not None]
+    options = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
+    modules = [module for unit in find_units(model, options)[1:] for module in unit.modules]
+    return [module for module in modules if next(module.children(), None) is not None]
 
 
 def subject(name: str, layers: int | None, tokens: int) -> Subject:
@@ -145,10 +145,10 @@ def _function(name: str) -> Callable[[], Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-        found = getattr(module, function)
+        build = getattr(module, function)
     except (ImportError, OSError, AttributeError, AssertionError) as error:
         raise OptionError(f"{name!r} cannot be loaded: {error}", "Give FILE.py:FUNCTION.") from error
-    return found  # type: ignore[no-any-return]
+    return build  # type: ignore[no-any-return]
 
 
 def _to(value: Any, device: torch.device) -> Any:

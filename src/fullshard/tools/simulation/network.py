@@ -23,7 +23,7 @@ _DURATION = re.compile(_NUMBER + r"(s|ms|us|µs|ns)")
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes a second one way, and the time before the first of them arrives."""
+    """Bytes per second one way, and the time before the first of them arrives."""
 
     bandwidth_bytes_s: float
     latency_s: float = 20e-6
@@ -65,7 +65,7 @@ class Network:
         return f"{self.ranks} ranks in nodes of {self.node_ranks}, {self.inside} inside, {self.link} across"
 
     def seconds(self, kind: str, size_bytes: float, members: Sequence[int]) -> float:
-        """How long `kind` over `members` holds the wire; `size_bytes` is the whole, gathered buffer."""
+        """How long `kind` over `members` holds the wire; `size_bytes` are those of the full buffer."""
         count = len(members)
         if count == 1:
             return 0.0
@@ -85,19 +85,19 @@ class Network:
 
 
 def bandwidth(text: str) -> float:
-    """'50GB/s' or '400Gb/s' (bits) in bytes a second."""
-    found = _BANDWIDTH.fullmatch(text.strip())
-    if found is None:
+    """'50GB/s' or '400Gb/s' (bits) in bytes per second."""
+    match = _BANDWIDTH.fullmatch(text.strip())
+    if match is None:
         raise OptionError(f"{text!r} is not a bandwidth", "Write it as 50GB/s (bytes) or 400Gb/s (bits).")
-    number, prefix, unit = found.groups()
+    number, prefix, unit = match.groups()
     value = float(number) * _UNITS[prefix]
     return value if unit == "B" else value / 8
 
 
 def duration(text: str) -> float:
     """'20us' in seconds."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
         raise OptionError(f"{text!r} is not a time", "Write it as 20us or 0.5ms.")
-    number, unit = found.groups()
+    number, unit = match.groups()
     return float(number) * _SECONDS[unit]

@@ -1,4 +1,4 @@
-"""What a simulation found, as a table for people or as JSON."""
+"""The figures of a simulation, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def title(scenario: Scenario) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """A column an engine; with two engines a last one of how much smaller fullshard's figure is."""
+    """One column per engine; with two, a last one with the ratio to fullshard's figure."""
     names = [TITLES[result.engine] for result in results]
     rows = [["", *names, *([f"{names[1]} / {names[0]}"] if len(results) == 2 else [])]]
     for label, value, show in _rows():

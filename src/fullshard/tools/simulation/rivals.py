@@ -29,9 +29,9 @@ def fsdp2(
     checkpoint_activations: bool = False,
     compiled: bool = False,
 ) -> list[nn.Module]:
-    """Shard `model` in place, a group a block, as torch's documents do; returns the blocks.
+    """Shard `model` in place, one group per block, as in torch's documents; returns the blocks.
 
-    best: the last block is not released between forward and backward, and prefetch is told, not found.
+    best: the last block is not released between forward and backward, and prefetch is explicit.
     """
     if strategy not in _RELEASES:
         raise OptionError(
@@ -63,7 +63,7 @@ def reduce_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def materialize(model: nn.Module, what: Subject, device: torch.device) -> None:
-    """Values for a model that was built, and sharded, on meta."""
+    """Values for a model that was built and sharded on meta."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     if what.initialize is None:

@@ -32,7 +32,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, on which cluster, and how."""
+    """A model, the cluster it is trained on, and how."""
 
     what: Subject
     network: Network
@@ -62,11 +62,11 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        said = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
-        parse(**said, precision="fp32", units=None, ignore=())
+        options = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
+        parse(**options, precision="fp32", units=None, ignore=())
 
     def mesh(self, strategy: str) -> DeviceMesh:
-        """All ranks; with hybrid a row a node, as torchrun would lay them."""
+        """All ranks; with hybrid one row per node, as torchrun numbers them."""
         ranks, inner = self.network.ranks, self.network.node_ranks
         if strategy != "hybrid" or inner is None:
             return init_device_mesh(self.device.type, (ranks,))
@@ -76,7 +76,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """What one engine did. A rank that does not fit in the device's memory has no figures."""
+    """The figures of one engine. A rank that does not fit in the device's memory has no figures."""
 
     engine: str
     figures: Figures | None
@@ -155,7 +155,7 @@ def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
     from fullshard.tools.simulation import rivals
 
     precision = PRECISIONS[scenario.precision]
-    # What it has that keeps as little at rest.
+    # Of its strategies, the one with as little at rest.
     strategy = "zero3" if scenario.across == "shard" else scenario.strategy
     blocks = rivals.fsdp2(
         model,

@@ -1,16 +1,16 @@
 """One step as a timeline that Perfetto (ui.perfetto.dev) opens: compute, wire and host, by unit.
 
-Nothing here costs a step that is not traced. For the traced step, methods of the live objects are wrapped
-on their instances; afterwards the wrappers are taken off. On a device, compute is timed by events on its
-stream and wire by events on the wire's; a span on compute begins when the device comes to it.
+Steps that are not traced cost nothing. For the traced step the engine has an observer; other engines are
+observed by torch's module hooks. On a GPU, compute is timed by events on its stream and the wire by events on
+the wire's stream; a span of compute begins when the device reaches it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm.tags import OpTag
 from fullshard.engine.gather import current_task
-from fullshard.engine.runtime import Runtime, engine_of
-from fullshard.engine.unit import NO_TASK, LiveUnit, State
+from fullshard.engine.observer import Activity
+from fullshard.engine.runtime import engine_of
+from fullshard.engine.unit import NO_TASK
 from fullshard.tools.simulation.group import Cluster
 from fullshard.tools.simulation.models import Training
 from fullshard.tools.simulation.wire import Message, event
@@ -33,7 +35,7 @@ ROOT = "(root)"
 
 @dataclass(eq=False)
 class Slice:
-    """What a row does for a while."""
+    """One activity on a row."""
 
     kind: str  # forward, recompute, backward, gather, reduce, wait, release, ...
     unit: str = ""
@@ -56,7 +58,7 @@ class Span:
 
 
 class Row:
-    """A stack of slices, of which the top is what the row does now: so spans of a row never overlap."""
+    """A stack of slices, of which the top one runs: so spans of a row never overlap."""
 
     def __init__(self, now: Callable[[], Any]) -> None:
         self._now = now
@@ -80,7 +82,6 @@ class Tracer:
         self._on_device = cluster.device.type == "cuda"
         self.host = Row(time.perf_counter)
         self.compute = Row(self._on_stream) if self._on_device else Row(time.perf_counter)
-        self._undo: list[tuple[Any, str]] = []
         self._messages: list[Message] = []
         self._began_s = 0.0
         self._began: Any = None
@@ -92,7 +93,7 @@ class Tracer:
         return now
 
     def computes(self) -> bool:
-        """The current stream is that of compute, not one that waits beside it."""
+        """Whether the current stream is the one that computes."""
         return not self._on_device or bool(torch.cuda.current_stream() == self._stream)
 
     def __enter__(self) -> Tracer:
@@ -106,9 +107,6 @@ class Tracer:
 
     def __exit__(self, *_: object) -> None:
         self._traffic.log, self._traffic.label = None, None
-        for owner, name in reversed(self._undo):
-            del vars(owner)[name]
-        self._undo.clear()
         if self._on_device:
             torch.cuda.synchronize()
 
@@ -122,63 +120,33 @@ class Tracer:
         self.compute.drop(piece)
         self.host.drop(piece)
 
-    @contextmanager
-    def span(self, piece: Slice) -> Iterator[None]:
-        self.push(piece)
-        try:
-            yield
-        finally:
-            self.drop(piece)
-
-    @contextmanager
-    def on_host(self, piece: Slice) -> Iterator[None]:
-        self.host.push(piece)
-        try:
-            yield
-        finally:
-            self.host.drop(piece)
-
     def sent_for(self, piece: Slice) -> None:
         self._traffic.label = piece
-
-    def wrap(self, owner: Any, name: str, around: Callable[..., AbstractContextManager[Any]]) -> None:
-        """`around(*args)` is entered for each call of this one object's method."""
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with around(*args, **kwargs) as tell:
-                result = original(*args, **kwargs)
-                if tell is not None:
-                    tell(result)
-            return result
-
-        vars(owner)[name] = call
-        self._undo.append((owner, name))
 
     # ---- when it is over
 
     def spans(self) -> list[Span]:
-        found = [*self._of_row("compute", self.compute), *self._of_row("host", self.host)]
+        spans = [*self._of_row("compute", self.compute), *self._of_row("host", self.host)]
         for message in self._messages:
             piece = message.label or Slice(message.kind)
             if message.kind == "all-reduce":
                 piece = replace(piece, kind=message.kind)
             start, stop = self._us(message.start), self._us(message.stop)
-            found.append(Span("wire", piece, start, stop, message.sent_bytes))
-        return found
+            spans.append(Span("wire", piece, start, stop, message.sent_bytes))
+        return spans
 
     def _of_row(self, name: str, row: Row) -> list[Span]:
-        found: list[Span] = []
+        spans: list[Span] = []
         times = [(self._us(when), piece) for when, piece in row.marks]
         for (start, piece), (stop, _) in pairwise(times):
             if piece is None or stop <= start:
                 continue
-            last = found[-1] if found else None
+            last = spans[-1] if spans else None
             if last is not None and last.stop_us == start and last.slice.name == piece.name:
-                found[-1] = replace(last, stop_us=stop)
+                spans[-1] = replace(last, stop_us=stop)
             else:
-                found.append(Span(name, piece, start, stop))
-        return found
+                spans.append(Span(name, piece, start, stop))
+        return spans
 
     def _us(self, when: Any) -> float:
         if isinstance(when, float):
@@ -192,7 +160,8 @@ def trace(training: Training, cluster: Cluster) -> list[Span]:
     runtime = engine_of(training.model)
     with ExitStack() as hooks, tracer:
         if runtime is not None:
-            _Watch(tracer, runtime)
+            runtime.observer = _Recorder(tracer)
+            hooks.callback(setattr, runtime, "observer", None)
         else:
             _watch_modules(tracer, training, hooks)
         _watch_optimizer(tracer, training.optimizer, hooks)
@@ -202,119 +171,65 @@ def trace(training: Training, cluster: Cluster) -> list[Span]:
     return tracer.spans()
 
 
-class _Watch:
-    """fullshard's own objects, wrapped."""
+_SHOWN_AS = {"gather": "issue", "send": "pack"}  # the message itself is on the wire's row
+_ON_HOST = ("gather", "release")  # no work for the device
 
-    def __init__(self, tracer: Tracer, runtime: Runtime) -> None:
-        self._tracer, self._runtime = tracer, runtime
-        self._running: list[tuple[int, Slice]] = []  # forwards, and recomputations in backward
-        self._backward: dict[int, Slice] = {}
-        self._travelling: dict[tuple[str, int], Slice] = {}
-        wrap = tracer.wrap
-        for unit in runtime.units:
-            wrap(unit, "issue", partial(self._host, "issue", unit))
-            wrap(unit, "release", partial(self._release, unit))
-            wrap(unit, "enter", partial(self._enter, unit))
-            wrap(unit, "leave", partial(self._leave, unit))
-        wrap(runtime, "_begin", self._begin)
-        wrap(runtime, "_ended", self._ended)
-        wrap(runtime, "_end_backward", self._end_backward)
-        wrap(runtime.reduction, "_send", self._pack)
-        wrap(runtime.reduction, "_finish_oldest", self._sum)
-        wrap(runtime.comm.recorder, "begin", self._record)
-        wrap(runtime.comm.watchdog, "wait_for", self._wait)
 
-    def _slice(self, kind: str, unit: LiveUnit | str) -> Slice:
-        name = unit if isinstance(unit, str) else unit.name
-        return Slice(kind, name or ROOT)
+class _Recorder:
+    """An `Observer` of fullshard's engine that fills a tracer's rows."""
 
-    # ---- units
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._open: list[tuple[Activity, Slice]] = []
+        self._in_flight: dict[tuple[str, int], Slice] = {}
+        self._waits: list[tuple[Slice, tuple[Row, ...]]] = []
 
-    @contextmanager
-    def _host(self, kind: str, unit: LiveUnit) -> Iterator[None]:
-        with self._tracer.on_host(self._slice(kind, unit)):
-            yield
+    def begin(self, activity: Activity, unit: str) -> None:
+        if activity == "end of backward":
+            for begun, piece in [entry for entry in self._open if entry[0] == "backward"]:
+                self.end(begun, piece.unit)  # autograd has no node that would end them before
+        piece = Slice(
+            _SHOWN_AS.get(activity, activity), "" if activity == "end of backward" else unit or ROOT
+        )
+        self._open.append((activity, piece))
+        for row in self._rows(activity):
+            row.push(piece)
 
-    @contextmanager
-    def _release(self, unit: LiveUnit) -> Iterator[None]:
-        if unit.state is State.AT_REST or unit.pass_state.depth or not unit.releasable:
-            yield
-            return
-        with self._tracer.on_host(self._slice("release", unit)):
-            yield
+    def end(self, activity: Activity, unit: str) -> None:
+        unit = "" if activity == "end of backward" else unit or ROOT
+        for at in range(len(self._open) - 1, -1, -1):
+            if self._open[at][0] == activity and self._open[at][1].unit == unit:
+                _, piece = self._open.pop(at)
+                for row in self._rows(activity):
+                    row.drop(piece)
+                return
 
-    @contextmanager
-    def _enter(self, unit: LiveUnit, *_: Any) -> Iterator[None]:
-        kind = "recompute" if self._runtime.gathering.backward is not None else "forward"
-        piece = self._slice(kind, unit)
-        self._running.append((unit.index, piece))
-        self._tracer.push(piece)
-        yield
+    def _rows(self, activity: Activity) -> tuple[Row, ...]:
+        host, compute = self._tracer.host, self._tracer.compute
+        return (host,) if activity in _ON_HOST else (compute, host)
 
-    @contextmanager
-    def _leave(self, unit: LiveUnit, *_: Any) -> Iterator[None]:
-        yield
-        at = max(i for i, (index, _) in enumerate(self._running) if index == unit.index)
-        self._tracer.drop(self._running.pop(at)[1])
-
-    # ---- backward
-
-    @contextmanager
-    def _begin(self, unit: LiveUnit, _: Any) -> Iterator[None]:
-        if unit.index not in self._backward:
-            self._backward[unit.index] = piece = self._slice("backward", unit)
-            self._tracer.push(piece)
-        yield
-
-    @contextmanager
-    def _ended(self, unit: LiveUnit) -> Iterator[Callable[[Any], None]]:
-        def tell(over: Any) -> None:
-            if over and unit.index in self._backward:
-                self._tracer.drop(self._backward.pop(unit.index))
-
-        yield tell
-
-    @contextmanager
-    def _end_backward(self) -> Iterator[None]:
-        while self._backward:
-            self._tracer.drop(self._backward.popitem()[1])
-        with self._tracer.span(Slice("end of backward")):
-            yield
-
-    @contextmanager
-    def _pack(self, index: int) -> Iterator[None]:
-        with self._tracer.span(self._slice("pack", self._runtime.units[index])):
-            yield
-
-    @contextmanager
-    def _sum(self) -> Iterator[None]:
-        arriving = self._runtime.reduction.in_flight[0]
-        with self._tracer.span(self._slice("sum", arriving.reduction.lane.unit)):
-            yield
-
-    # ---- the wire
-
-    @contextmanager
-    def _record(self, channel: str, phase: str, unit: str, _: int) -> Iterator[Callable[[int], None]]:
-        """Every collective begins with an entry in the record, which names its unit."""
-        piece = Slice(channel, unit or ROOT, phase)
+    def issued(self, channel: str, number: int, tag: OpTag) -> None:
+        piece = Slice(channel, tag.unit or ROOT, tag.phase)
         self._tracer.sent_for(piece)
+        self._in_flight[channel, number] = piece
 
-        def tell(number: int) -> None:
-            self._travelling[channel, number] = piece
+    def waiting(self, channel: str, number: int) -> None:
+        operation = self._in_flight.pop((channel, number), None) or Slice(f"{channel} of the step before")
+        piece = Slice("wait", operation.unit, operation.kind)
+        host, compute = self._tracer.host, self._tracer.compute
+        rows = (compute, host) if self._tracer.computes() else (host,)
+        self._waits.append((piece, rows))
+        for row in rows:
+            row.push(piece)
 
-        yield tell
-
-    @contextmanager
-    def _wait(self, _: Any, channel: str, number: int) -> Iterator[None]:
-        what = self._travelling.pop((channel, number), None) or Slice(f"{channel} of the step before")
-        piece = Slice("wait", what.unit, what.kind)
-        with self._tracer.span(piece) if self._tracer.computes() else self._tracer.on_host(piece):
-            yield
+    def waited(self, channel: str, number: int) -> None:
+        piece, rows = self._waits.pop()
+        for row in rows:
+            row.drop(piece)
 
 
 def _watch_modules(tracer: Tracer, training: Training, hooks: ExitStack) -> None:
-    """Any other engine: the blocks' forward and backward, by torch's own hooks."""
+    """Of any other engine: forward and backward of the blocks, by torch's hooks."""
     names = {module: name for name, module in training.model.named_modules()}
     running: dict[tuple[bool, nn.Module], Slice] = {}
 
@@ -334,7 +249,7 @@ def _watch_modules(tracer: Tracer, training: Training, hooks: ExitStack) -> None
             module.register_forward_pre_hook(partial(begin, False), prepend=True),
             module.register_forward_hook(partial(end, False)),
         ]
-        if module is not training.model:  # its inputs need no gradient: torch would not say when it ends
+        if module is not training.model:  # its inputs need no gradient: torch has no hook for its end
             removers += [
                 module.register_full_backward_pre_hook(partial(begin, True), prepend=True),
                 module.register_full_backward_hook(partial(end, True)),

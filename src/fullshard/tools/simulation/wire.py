@@ -21,7 +21,7 @@ class Message:
     kind: str
     sent_bytes: float
     seconds: float
-    label: Any = None  # what it was sent for, where somebody said so
+    label: Any = None  # what it was sent for, if that is traced
     start: Any = None  # a time, or on a device an event
     stop: Any = None
 
@@ -34,7 +34,7 @@ class Traffic:
     bytes_sent: float = 0.0
     seconds: float = 0.0
     waited_s: float = 0.0  # by the host, on a CPU
-    log: list[Message] | None = None  # filled only while a timeline is taken
+    log: list[Message] | None = None  # filled only while a step is traced
     label: Any = None
 
     def add(self, message: Message) -> None:
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass
 class HostWire:
-    """A wire between processes on CPUs: data is there at once, its time passes in `wait`."""
+    """A wire between CPU ranks: data is delivered at once, its time passes in `wait`."""
 
     traffic: Traffic = field(default_factory=Traffic)
     free_at: float = 0.0
@@ -78,12 +78,12 @@ class HostWire:
 
 
 def event(timed: bool) -> Any:
-    """torch's event has no types."""
+    """A CUDA event; torch's constructor is not typed."""
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def deliver(target: torch.Tensor, source: torch.Tensor, own: int | None) -> None:
-    """`source` over and over; the interval `own` of target is where it came from."""
+    """Repeats `source` over `target`; the interval `own` of the target is the source itself."""
     flat, values = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
     if not values.numel() or (flat.data_ptr() == values.data_ptr() and flat.numel() == values.numel()):
         return
