@@ -45,7 +45,7 @@ def describe(name: str) -> str:
         millions = sum(p.numel() for p in GPT(MODELS[name]).parameters()) / 1e6
     config = MODELS[name]
     shape = f"GPT of {config.num_layers} blocks, width {config.width}, {millions:.1f} M parameters"
-    return f"{shape}; {BATCH} sequences of {CONTEXT} bytes a rank and step"
+    return f"{shape}; {BATCH} sequences of {CONTEXT} bytes per rank and step"
 
 
 class Trainer:
@@ -278,7 +278,7 @@ def _check_losses(results: Sequence[Result]) -> None:
 
 # --- the table ----------------------------------------------------------------------------------------
 
-HEADERS = ("engine", "precision", "ms a step", "to DDP", "to FSDP2", "CPU ms", "MB sent")
+HEADERS = ("engine", "precision", "ms/step", "to DDP", "to FSDP2", "CPU ms", "MB sent")
 
 
 def rows(results: Sequence[Result]) -> list[list[str | float | None]]:

@@ -69,7 +69,7 @@ def main() -> None:
         groups[name] = {r.contender.name: r.step_s * 1e3 for r in results}
     plot = report.bar_plot(
         report.OUTPUT / "cpu.png", groups,
-        title=f"Training step, {args.ranks} CPU ranks, gloo", unit="milliseconds a step", baseline="DDP",
+        title=f"Training step, {args.ranks} CPU ranks, gloo", unit="ms/step", baseline="DDP",
     )  # fmt: skip
     print(f"Plot: {plot.relative_to(report.OUTPUT.parent)}")
 

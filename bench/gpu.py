@@ -211,7 +211,7 @@ def table(row: Row, found: dict[str, Figures]) -> str:
                 str(f.retries),
             ]
         )
-    heads = ["engine", "ms a step", "times as fast as FSDP2", "without wire", "exposed", "wire", "host"]
+    heads = ["engine", "ms/step", "times as fast as FSDP2", "without wire", "exposed", "wire", "host"]
     heads += ["peak GiB", "reserved GiB", "of FSDP2's", "retries"]
     return f"### {row.title}\n\n{markdown(heads, rows)}\n"
 
@@ -244,7 +244,7 @@ def main() -> None:
         title: {engine: figures["step_s"] * 1e3 for engine, figures in row.items()}
         for title, row in everything.items()
     }
-    bar_plot(args.output / "gpu.png", plot, title=machine(), unit="ms a step", baseline="FSDP2")
+    bar_plot(args.output / "gpu.png", plot, title=machine(), unit="ms/step", baseline="FSDP2")
 
 
 if __name__ == "__main__":

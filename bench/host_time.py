@@ -234,7 +234,7 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {os.cpu_count()} CPUs, 12 parameters a block of width {args.width}, fp32"
     )
-    print("Milliseconds a step (AdamW, foreach); overhead over plain in microseconds per unit and step.\n")
+    print("Milliseconds per step (AdamW, foreach); overhead over plain in microseconds per unit and step.\n")
     heads = ["ranks", "blocks", "clock", "part", *(f"{engine} ms" for engine in ENGINES)]
     heads += [*(f"{engine} µs/unit" for engine in ENGINES[1:]), "ratio"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * 4}{'---:|' * 6}", flush=True)
@@ -245,7 +245,7 @@ def main() -> None:
             for clock in ("host", "wall") if wire else ("host",):
                 for part in PARTS:
                     print(row(label, job.num_blocks, clock, part, times), flush=True)
-            profiles.append(f"\nranks {label}, {job.num_blocks} blocks, µs a step:\n{profile}")
+            profiles.append(f"\nranks {label}, {job.num_blocks} blocks, µs/step:\n{profile}")
     if args.profile:
         print("\n".join(profiles))
 

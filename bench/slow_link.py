@@ -139,7 +139,7 @@ def main() -> None:
         sys.exit(f"This benchmark needs root and iproute2 (ip, tc): {error}.")
     plot = report.bar_plot(
         report.OUTPUT / "slow_link.png", groups,
-        title="Training step over a slow link, 2 CPU ranks, gloo", unit="milliseconds a step", baseline="DDP",
+        title="Training step over a slow link, 2 CPU ranks, gloo", unit="ms/step", baseline="DDP",
     )  # fmt: skip
     print(f"Plot: {plot.relative_to(report.OUTPUT.parent)}")
     return None

@@ -1,4 +1,4 @@
-"""A small GPT trained by Lightning, sharded; then resumed, and turned into a plain checkpoint.
+"""Train a small sharded GPT with Lightning, resume it, and convert its checkpoint to a plain one.
 
 python examples/lightning_gpt.py                                # Lightning starts the second rank
 torchrun --standalone --nproc-per-node 2 examples/lightning_gpt.py
@@ -37,12 +37,12 @@ class GPT(lightning.LightningModule):
     def __init__(self, width: int = 64, layers: int = 4, lr: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, 256)
 
     def forward(self, bytes_: Tensor) -> Tensor:
-        x = self.tokens(bytes_) + self.places.weight[: bytes_.shape[1]]
+        x = self.tokens(bytes_) + self.positions.weight[: bytes_.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -58,9 +58,9 @@ class GPT(lightning.LightningModule):
 
 def main() -> None:
     lightning.seed_everything(0, verbose=False)
-    whole = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()
-    pieces = whole[: len(whole) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-    loader = DataLoader(TensorDataset(pieces), batch_size=16, shuffle=True)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()
+    sequences = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    loader = DataLoader(TensorDataset(sequences), batch_size=16, shuffle=True)
 
     def trainer(epochs: int, folder: str) -> lightning.Trainer:
         return lightning.Trainer(
@@ -74,19 +74,19 @@ def main() -> None:
             enable_progress_bar=False,
         )
 
-    with tempfile.TemporaryDirectory() as folder:  # of these, the first rank's is used
+    with tempfile.TemporaryDirectory() as folder:  # rank 0's folder is used by all
         run = trainer(1, folder)
         run.fit(GPT(), loader)
         first = float(run.callback_metrics["loss"])
         saved = run.checkpoint_callback.best_model_path
 
         again = trainer(2, folder)
-        again.fit(GPT(), loader, ckpt_path=saved)  # another module, as in another run
+        again.fit(GPT(), loader, ckpt_path=saved)  # a new module, as in a new run
         if again.is_global_zero:
             print(f"loss after one epoch {first:.3f}, after two {float(again.callback_metrics['loss']):.3f}")
             plain = Path(folder) / "plain.ckpt"
-            consolidate(saved, plain)  # for Lightning without fullshard
-            print("plain again:", type(GPT.load_from_checkpoint(plain)).__name__)
+            consolidate(saved, plain)  # readable by Lightning without fullshard
+            print("loaded as a plain", type(GPT.load_from_checkpoint(plain)).__name__)
 
 
 if __name__ == "__main__":

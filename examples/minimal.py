@@ -14,7 +14,7 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(2
 model = fs.shard(model)  # the only new line
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-torch.manual_seed(dist.get_rank())  # every rank draws its own data
+torch.manual_seed(dist.get_rank())  # each rank draws its own data
 for step in range(201):
     inputs = torch.randn(64, 64)
     loss = nn.functional.mse_loss(model(inputs), inputs.flip(1))

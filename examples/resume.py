@@ -1,4 +1,4 @@
-"""Training that goes on exactly where it was: stop it at any moment, even with kill -9, and start it again.
+"""Training that resumes exactly: stop it at any moment, even with kill -9, and start it again.
 
 python examples/resume.py
 torchrun --standalone --nproc-per-node 2 examples/resume.py
@@ -18,7 +18,7 @@ ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else "demo-output/resume")
 
 inputs = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
 dataset = TensorDataset(inputs, inputs.flip(1))
-batches = fs.Batches(len(dataset), batch_size=48, epochs=5)  # of all ranks together
+batches = fs.Batches(len(dataset), batch_size=48, epochs=5)  # the batch size over all ranks
 loader = DataLoader(dataset, batch_sampler=batches)
 
 torch.manual_seed(0)
@@ -26,18 +26,18 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0
 model = fs.shard(model.append(nn.Linear(64, 64)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(batches))
-torch.manual_seed(dist.get_rank())  # every rank drops out other values
+torch.manual_seed(dist.get_rank())  # each rank drops out different values
 first = dist.get_rank() == 0
 
 if path := fs.latest(ROOT):
-    extra = fs.load(path, model, optimizer)  # and the random numbers
+    extra = fs.load(path, model, optimizer)  # restores the random number generators, too
     scheduler.load_state_dict(extra["scheduler"])
     batches.resume(extra["batches"])
 if first:
-    print(f"resumed from {path}" if path else f"nothing in {ROOT} yet: starts anew")
+    print(f"resumed from {path}" if path else f"no checkpoint in {ROOT} yet: starting from step 0")
 
-for step, (given, wanted) in batches.steps(loader):
-    loss = nn.functional.mse_loss(model(given), wanted)
+for step, (features, targets) in batches.steps(loader):
+    loss = nn.functional.mse_loss(model(features), targets)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

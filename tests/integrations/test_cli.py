@@ -57,7 +57,7 @@ def test_help_lists_every_command() -> None:
     assert listed == NAMES == [command.name for command in app.COMMANDS]
 
 
-def test_no_command_is_a_wrong_request_that_is_answered_with_help() -> None:
+def test_without_a_command_help_is_printed_and_the_exit_code_is_2() -> None:
     code, out, _ = main()
     assert code == 2
     assert out == main("--help")[1]
@@ -75,8 +75,8 @@ def test_help_of_a_command_has_examples_and_exit_codes(
     assert re.search(rf"^ +fullshard {command}\b", plain, re.MULTILINE), plain
     assert "Exit code 0" in plain
     assert max(map(len, plain.splitlines())) <= 100
-    said = next(one for one in app.COMMANDS if one.name == command)
-    for line in f"{said.about}\n{said.examples}".splitlines():
+    texts = next(one for one in app.COMMANDS if one.name == command)
+    for line in f"{texts.about}\n{texts.examples}".splitlines():
         # Lines stay as they were written; rich makes one paragraph of the first.
         assert " ".join(line.split()) in " ".join(plain.split()), line
 
@@ -94,7 +94,7 @@ def test_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (("frobnicate",), "inspect, verify, export"),
         (("inspct", "x"), "Did you mean 'inspect'?"),
@@ -116,12 +116,12 @@ def test_version_is_the_packages() -> None:
         (("env", "--jsno"), "--json"),
     ],
 )
-def test_wrong_request_is_one_line_with_its_remedy(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_request_is_one_line_with_its_remedy(arguments: tuple[str, ...], expected: str) -> None:
     code, out, err = main(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("fullshard: ")
     assert err.count("\n") == 1
-    assert says in err
+    assert expected in err
     assert err.rstrip().endswith(".")
 
 
@@ -129,7 +129,7 @@ def test_usage_error_names_the_help_of_its_command() -> None:
     assert main("verify", "--what")[2].endswith("See fullshard verify --help.\n")
 
 
-def test_interrupted_command_says_so_and_leaves_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_prints_one_line_and_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -151,16 +151,16 @@ sys.exit(main())
 
 def test_interrupt_while_torch_is_imported_is_one_line_and_130() -> None:
     words = [sys.executable, "-c", IMPORTING, "inspect", "x"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (found.returncode, found.stdout, found.stderr) == (130, "", "fullshard: interrupted\n")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fullshard: interrupted\n")
 
 
-def test_background_job_that_is_told_to_ignore_interrupts_ignores_them_from_the_first_moment() -> None:
+def test_background_job_whose_shell_ignores_interrupts_ignores_them_from_the_first_moment() -> None:
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + IMPORTING
     words = [sys.executable, "-c", code, "inspect", "x"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 2
-    assert "interrupted" not in found.stderr
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "interrupted" not in done.stderr
 
 
 def test_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +187,10 @@ runpy.run_module("fullshard", run_name="__main__")
 
 @pytest.mark.parametrize("library", ["typer", "rich"])
 def test_missing_library_is_one_line_that_names_the_extra(library: str) -> None:
-    found = python(WITHOUT, library)
-    assert found.returncode == 2
-    assert found.stdout == ""
-    assert found.stderr == f"fullshard: {library} is not installed. Run: pip install 'fullshard[cli]'\n"
+    done = python(WITHOUT, library)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"fullshard: {library} is not installed. Run: pip install 'fullshard[cli]'\n"
 
 
 def test_help_loads_no_simulation_training_planning_or_foreign_library() -> None:
@@ -202,8 +202,8 @@ def test_help_loads_no_simulation_training_planning_or_foreign_library() -> None
         "loaded = [name for name in sys.modules if name.startswith(heavy)]; "
         "assert codes == [0, 0] and not loaded, (codes, loaded)"
     )
-    found = python(code)
-    assert found.returncode == 0, found.stderr
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -218,7 +218,9 @@ def shown(terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_table_in_a_pipe_is_one_plain_line_a_row_whatever_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_in_a_pipe_is_one_plain_line_per_row_whatever_the_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     lines = shown(terminal=False).splitlines()
     assert lines == [
@@ -262,8 +264,8 @@ def test_train_hands_its_options_on_and_returns_what_the_training_returned(
     monkeypatch.setitem(sys.modules, "fullshard.training.command", stand_in)
     config = tmp_path / "c.yaml"
     config.write_text("model: gpt\n")
-    said = ("--set", "a.b=1", "--set", "c=x=y", "--ranks", "3", "--quiet")
-    assert main("train", str(config), *said)[0] == 130
+    options = ("--set", "a.b=1", "--set", "c=x=y", "--ranks", "3", "--quiet")
+    assert main("train", str(config), *options)[0] == 130
     assert main("train", str(config))[0] == 130
     assert calls == [(config, ["a.b=1", "c=x=y"], 3, True), (config, [], None, False)]
     assert main("train", "--example") == (0, "model: gpt  # which one\n", "")
@@ -290,7 +292,7 @@ def test_export_to_onnx_hands_its_options_on_and_prints_what_was_done(
     assert calls == [(Path("run/1"), Path("g.onnx"), True), (Path("run/1"), Path("g.onnx"), False)]
 
 
-def test_env_names_versions_and_marks_those_that_were_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_names_versions_and_marks_untested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
     from fullshard.tools.cli import machine
@@ -302,11 +304,11 @@ def test_env_names_versions_and_marks_those_that_were_never_tried(monkeypatch: p
 
     monkeypatch.setattr(machine, "version", version)
     code, out, _ = main("env", "--json")
-    said = json.loads(out)
+    facts = json.loads(out)
     assert code == 0
-    assert said["torch"] == torch.__version__
-    assert "gloo" in said["backends"]
-    libraries = said["libraries"]
+    assert facts["torch"] == torch.__version__
+    assert "gloo" in facts["backends"]
+    libraries = facts["libraries"]
     assert (libraries["accelerate"]["tried"], libraries["transformers"]["tried"]) == (False, True)
     assert libraries["lightning"]["version"] is libraries["lightning"]["tried"] is None
     text = main("env")[1]

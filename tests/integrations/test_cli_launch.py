@@ -1,4 +1,4 @@
-"""`fullshard launch`: what it gives to torchrun, what a script sees, and how it ends."""
+"""`fullshard launch`: what torchrun is given, what a script sees, and how it ends."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def seen(found: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 # --- real processes ---------------------------------------------------------------------------------------
 
 
-def test_script_runs_on_ranks_as_python_would_run_it_with_the_door_open(folder: Path) -> None:
+def test_script_runs_on_ranks_as_python_would_run_it_with_hugging_face_support_on(folder: Path) -> None:
     found = run(folder, "--nproc-per-node", "2", "scripts/script.py", "--help", "-m", "--", "--dry-run")
     rows = seen(found)
     assert [row["RANK"] for row in rows] == ["0", "1"]
@@ -113,7 +113,7 @@ def test_script_runs_on_ranks_as_python_would_run_it_with_the_door_open(folder: 
         assert (row["doubled"], row["beside"]) == (42, 7)
         assert row["spec"] is row["package"] is None
         assert row["open"]
-        assert row["loaded"] == []  # the door waits until somebody comes
+        assert row["loaded"] == []  # the integration loads no library by itself
         assert int(row["OMP_NUM_THREADS"]) >= 1
         assert row["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] is None
     assert found.stderr.startswith("fullshard: scripts/script.py on 2 ranks (")
@@ -191,18 +191,18 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 LAUNCHED = ["-m", "fullshard.tools.cli.launched"]
 
 
-def words(*said: str) -> list[str]:
-    return launch.parse(said)[0].words
+def words(*arguments: str) -> list[str]:
+    return launch.parse(arguments)[0].words
 
 
 @pytest.mark.usefixtures("here")
 def test_what_is_left_out_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    launching, only_show = launch.parse(["script.py", "--lr", "1"])
+    launching, dry_run = launch.parse(["script.py", "--lr", "1"])
     assert launching.words == [
         "--nproc-per-node=8", "--standalone", *LAUNCHED, "script.py", "--lr", "1",
     ]  # fmt: skip
     assert launching.variables == {"OMP_NUM_THREADS": "1"}
-    assert not only_show
+    assert not dry_run
     assert launch.parse(["--nproc-per-node", "3", "script.py"])[0].variables == {"OMP_NUM_THREADS": "4"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert words("script.py")[0] == "--nproc-per-node=4"
@@ -210,7 +210,7 @@ def test_what_is_left_out_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         ["--standalone"],
         ["--rdzv-backend", "c10d", "--rdzv-endpoint=localhost:0"],
@@ -220,9 +220,9 @@ def test_what_is_left_out_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--tee", "3", "--log-dir", "logs", "--nnodes=2"],
     ],
 )
-def test_options_of_torchrun_pass_through_untouched(said: list[str]) -> None:
-    assert words(*said, "--nproc-per-node", "2", "script.py", "--nnodes", "9") == [
-        *said, "--nproc-per-node", "2", *LAUNCHED, "script.py", "--nnodes", "9",
+def test_options_of_torchrun_pass_through_untouched(options: list[str]) -> None:
+    assert words(*options, "--nproc-per-node", "2", "script.py", "--nnodes", "9") == [
+        *options, "--nproc-per-node", "2", *LAUNCHED, "script.py", "--nnodes", "9",
     ]  # fmt: skip
 
 
@@ -244,16 +244,16 @@ def test_torchrun_reads_what_is_given_to_it_as_the_user_meant_it() -> None:
     "ours", [[], ["--nproc-per-node", "2", "--"], ["--tee", "3", "--standalone"], ["-r3"]]
 )
 def test_what_comes_after_the_script_is_the_scripts(ours: list[str], theirs: list[str]) -> None:
-    launching, only_show = launch.parse([*ours, "script.py", *theirs])
+    launching, dry_run = launch.parse([*ours, "script.py", *theirs])
     assert launching.script == ("script.py", *theirs)
-    assert not only_show
-    args = launch._torchruns(launching.words)
+    assert not dry_run
+    args = launch._torchrun_arguments(launching.words)
     assert args.training_script == "fullshard.tools.cli.launched"
     assert args.training_script_args == ["script.py", *theirs]
 
 
 @pytest.mark.usefixtures("here")
-def test_torchruns_variables_count_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables_count_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "6")
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "host:1")
     assert words("script.py") == [*LAUNCHED, "script.py"]
@@ -268,31 +268,31 @@ def test_elastic_run_gets_the_setting_without_which_joining_nodes_wait_for_ever(
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("asked", [["--log-dir", "logs"], ["--tee", "3"], ["--redirects", "0:3"], []])
-def test_logs_stay_where_somebody_asked_for_them(asked: list[str]) -> None:
-    args = launch._torchruns(launch.parse([*asked, "script.py"])[0].words)
+@pytest.mark.parametrize("options", [["--log-dir", "logs"], ["--tee", "3"], ["--redirects", "0:3"], []])
+def test_logs_stay_where_options_for_them_are_given(options: list[str]) -> None:
+    args = launch._torchrun_arguments(launch.parse([*options, "script.py"])[0].words)
     before = args.log_dir
-    with launch._place_for_logs(args):
+    with launch._log_folder(args):
         place = args.log_dir
-        assert (place == before) == bool(asked)
-        assert asked or Path(place).is_dir()
-    assert asked or not Path(place).exists()
+        assert (place == before) == bool(options)
+        assert options or Path(place).is_dir()
+    assert options or not Path(place).exists()
 
 
 def test_variable_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from fullshard.environment import set_default_variables
 
-    monkeypatch.setenv("FULLSHARD_TEST_SAID", "mine")
+    monkeypatch.setenv("FULLSHARD_TEST_SET", "mine")
     monkeypatch.delenv("FULLSHARD_TEST_NEW", raising=False)
-    assert set_default_variables({"FULLSHARD_TEST_SAID": "ours", "FULLSHARD_TEST_NEW": "1"}) == [
+    assert set_default_variables({"FULLSHARD_TEST_SET": "ours", "FULLSHARD_TEST_NEW": "1"}) == [
         "FULLSHARD_TEST_NEW"
     ]
-    assert (os.environ["FULLSHARD_TEST_SAID"], os.environ.pop("FULLSHARD_TEST_NEW")) == ("mine", "1")
+    assert (os.environ["FULLSHARD_TEST_SET"], os.environ.pop("FULLSHARD_TEST_NEW")) == ("mine", "1")
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("arguments", "expected"),
     [
         (["no_such.py"], "there is no script 'no_such.py'"),
         (["script"], "Did you mean script.py?"),
@@ -308,11 +308,13 @@ def test_variable_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> No
         (["--"], "training_script"),
     ],
 )
-def test_wrong_request_starts_nothing(said: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_request_starts_nothing(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("processes were started"))
     with pytest.raises(OptionError) as error:
-        launch.parse(said)
-    assert says in f"{error.value.what} {error.value.remedy}"
+        launch.parse(arguments)
+    assert expected in f"{error.value.what} {error.value.remedy}"
 
 
 @pytest.mark.usefixtures("here")

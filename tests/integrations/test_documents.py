@@ -1,9 +1,11 @@
-"""Every code block of README and docs does what it says."""
+"""The code blocks of README and docs run, and the site with its API reference builds."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ SHELL_TIMEOUT_S = 240
 
 
 def _run_page(page: Page, folder: str) -> None:
-    """The whole page on every rank; files and shell blocks are the first rank's, and the others wait."""
+    """Run a page on every rank; the first rank writes files and runs shell blocks while the others wait."""
     rank, environment = int(os.environ["RANK"]), _without_ranks(os.environ)
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__", "__file__": page.name}
@@ -43,7 +45,7 @@ def _run_page(page: Page, folder: str) -> None:
 
 
 def _without_ranks(environment: Any) -> dict[str, str]:
-    ours = {
+    removed = {
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -52,25 +54,25 @@ def _without_ranks(environment: Any) -> dict[str, str]:
         "MASTER_ADDR",
         "MASTER_PORT",
     }
-    said = {name: value for name, value in environment.items() if name not in ours}
-    path = f"{Path(sys.executable).parent}:{said['PATH']}"
-    return {**said, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
+    kept = {name: value for name, value in environment.items() if name not in removed}
+    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
 
 
 def _run_shell(page: Page, block: Block, environment: dict[str, str]) -> None:
     where, commands = f"{page.name}:{block.line}", documents.lines_of(block.instead or block.code)
     if block.instead is not None:
         missing = documents.options_of(block.code) - documents.options_of(block.instead)
-        assert not missing, f"{where} is tried without {missing}"
+        assert not missing, f"{where} is run without {missing}"
         assert commands[0].split()[:2] == documents.lines_of(block.code)[0].split()[:2]
-    tried = [command for command in commands if not _checked_otherwise(command)]
-    command = ["bash", "-euo", "pipefail", "-c", "\n".join(tried)]
+    executed = [command for command in commands if not _checked_otherwise(command)]
+    command = ["bash", "-euo", "pipefail", "-c", "\n".join(executed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SHELL_TIMEOUT_S)
     assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 def _checked_otherwise(command: str) -> bool:
-    """`make` and `pip install` work on this very environment: what they name must be there."""
+    """`make` and `pip install` would change the environment of the tests: what they name must exist."""
     if command.startswith("make "):
         targets = [word for word in command.split()[1:] if "=" not in word]
         dry = ["make", "-n", "-C", str(documents.ROOT), *targets]
@@ -103,8 +105,39 @@ def test_a_broken_block_is_found(tmp_path: Path) -> None:
         ranks.run(_run_page, 1, page, str(tmp_path))
 
 
-def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_argument_lines_of_a_docstring_become_a_section() -> None:
+    make = runpy.run_path(str(documents.ROOT / "docs" / "arguments.py"))["with_section"]
+    text = "Does it.\n\nmodel: a module,\n    of any kind.\nranks: how many.\n\nNote: none."
+    assert make(text, {"model", "ranks"}) == (
+        "Does it.\n\nArgs:\n    model: a module,\n        of any kind.\n    ranks: how many.\n\nNote: none."
+    )
+    assert make(text, {"model"}) == text
+
+
+DOORS = ("fullshard.torch_fsdp", "fullshard.hugging_face", "fullshard.lightning")
+
+
+def _exported(module: str) -> list[str]:
+    """`__all__`, without importing the module, which may patch its library."""
+    tree = ast.parse((documents.ROOT / "src" / module.replace(".", "/") / "__init__.py").read_text())
+    lists = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return list(ast.literal_eval(lists[0]))
+
+
+def test_site_is_built_without_a_warning_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    for door in DOORS:
+        for name in _exported(door):
+            assert f'id="{door}.{name}"' in reference, f"{door}.{name}"
+    for name in set(_exported("fullshard")) - {"__version__"}:
+        assert re.search(rf'id="fullshard\.(api\.|errors\.)?{name}"', reference), name
+    arguments = reference.split('id="fullshard.shard"')[1].split('id="fullshard.api.plan"')[0]
+    assert "Parameters:" in arguments

@@ -403,7 +403,7 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
     kept = found["block_activation_bytes"] - bare["block_activation_bytes"]
     assert kept == pytest.approx(4 * 256 * 1024 + returned // 4 + returned, abs=4096)
     out = main(f"{tmp_path}/own.py:showing", *more)[1]
-    assert "What the model returns beside the loss (0.016) counts" in out
+    assert "What the model returns besides the loss (0.016) counts" in out
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("{words}",), "the config is refused: "),
         (("{quantised}",), "quantization_config"),
         (("{own}:looking",), "does not run without values"),
-        (("{own}:make", "--batch", "2"), "decides its own batch"),
+        (("{own}:make", "--batch", "2"), "returns its own batch"),
         (("{own}:nothing",), "cannot be loaded"),
         (("gpt2", "--memory", "lots"), "24GiB"),
         (("gpt2", "--memory", "0GiB"), "24GiB"),

@@ -132,7 +132,7 @@ def test_command_leaves_nothing_in_the_process() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "no model was named"),
+        ((), "no model was given"),
         (("gpt-9m",), "Choose one of gpt-8m"),
         (("no/such.py:make",), "cannot be loaded"),
         (("gpt-8m", "--ranks", "many"), "--ranks"),

@@ -603,7 +603,7 @@ def _assigned() -> list[Any]:
     whole = model.state_dict()
     for name, p in model.named_parameters():
         p.data = whole[name]
-    with pytest.raises(StateError, match="Assign whole values"):
+    with pytest.raises(StateError, match="Assign unsharded values"):
         loss_of(model, batch(0, 0))
     return found
 

@@ -166,7 +166,8 @@ def test_import_needs_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])

@@ -551,6 +551,6 @@ def test_the_example_runs_alone_and_again(tmp_path: Path) -> None:
         subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
         for _ in range(2)
     )
-    assert "starts anew" in first.stdout.splitlines()[0]
+    assert "starting from step 0" in first.stdout.splitlines()[0]
     assert "step  99" in first.stdout.splitlines()[-1]
     assert second.stdout.splitlines() == [f"resumed from {tmp_path / 'run' / 'step-99'}"]

@@ -1,18 +1,18 @@
 """The code blocks of README and docs, as `test_documents` runs them.
 
-A page is a little script, run from top to bottom in an empty folder of its own:
+A page is run as a script from top to bottom, in an empty folder of its own:
 
     ```python                 runs on two ranks; all blocks of a page share their names
     ```python title="a.py"    is written to a file
     ```yaml title="a.yaml"    is written to a file
     ```bash                   runs in a shell, once, while the ranks wait
-    ```text                   is for people: output, pictures
-    <!-- before ... -->       Python that readers need not see, run in its place
+    ```text                   is not run: output, pictures
+    <!-- before ... -->       Python that is run here and hidden from readers
     <!-- ranks 1 -->          the Python of this page runs on one rank
-    <!-- instead ... -->      what is run for the next shell block, where that would take too long here:
+    <!-- instead ... -->      run instead of the next shell block, which would take too long here:
                               the same command, with at least the same options
 
-`make` and `pip install` are not run again from inside the tests: what they name must be there.
+`make` and `pip install` are not run from inside the tests: what they name must exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _PIECE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^ *```$"
-    r"|<!-- (?P<word>before|ranks|instead)\s(?P<said>.*?)-->",
+    r"|<!-- (?P<word>before|ranks|instead)\s(?P<content>.*?)-->",
     re.MULTILINE | re.DOTALL,
 )
 KINDS = {"python", "bash", "text", "yaml", "json", "toml"}
@@ -52,25 +52,28 @@ class Page:
 
 def read(path: Path) -> Page:
     page, text, instead = Page(path), path.read_text(), None
-    for found in _PIECE.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        if found["word"] == "ranks":
-            page.ranks = int(found["said"])
-        elif found["word"] == "instead":
-            instead = found["said"].strip()
-        elif found["word"] == "before":
-            page.blocks.append(Block("python", found["said"], line))
+    for match in _PIECE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        if match["word"] == "ranks":
+            page.ranks = int(match["content"])
+        elif match["word"] == "instead":
+            instead = match["content"].strip()
+        elif match["word"] == "before":
+            page.blocks.append(Block("python", match["content"], line))
         else:
-            kind, _, rest = found["info"].strip().partition(" ")
+            kind, _, rest = match["info"].strip().partition(" ")
             title = re.search(r'title="([^"]+)"', rest)
-            code = re.sub(rf"^{found['indent']}", "", found["code"], flags=re.MULTILINE)
+            code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
             page.blocks.append(Block(kind, code, line + 1, title[1] if title else None, instead))
             instead = None
     return page
 
 
 def pages() -> list[Page]:
-    return [read(path) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+    return [
+        read(path)
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    ]
 
 
 def options_of(command: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The command line: `fullshard COMMAND ...`, one module for each group of commands."""
+"""The command line: `fullshard COMMAND ...`, one module per group of commands."""
 
 from fullshard.tools.cli.start import main
 

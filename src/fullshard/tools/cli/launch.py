@@ -1,4 +1,4 @@
-"""`fullshard launch`: a thin face over torchrun, whose options all pass through."""
+"""`fullshard launch`: a thin wrapper around torchrun, whose options all pass through."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.environment import cores, set_default_variables, torchrun_default
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
 
-MOST_CPU_RANKS = 8  # beyond that, threads of one rank do more than further ranks, which all hold torch
+MAX_CPU_RANKS = 8  # beyond that, more threads per rank help more than further ranks, which each load torch
 _RENDEZVOUS = {
     "standalone",
     "rdzv_backend",
@@ -33,7 +33,7 @@ _RENDEZVOUS = {
     "master_port",
     "node_rank",
 }
-_OURS = ("--dry", "--mod")  # and what argparse takes for them
+_OURS = ("--dry", "--mod")  # and the abbreviations that argparse accepts for them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,15 +50,15 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What a shortened option may mean. argparse asks that of the script's own options too, and ends with
-        an error where `--n` could be two of torchrun's: those are left to the script."""
-        found: list[Any] = super()._get_option_tuples(option_string)
-        return found if len(found) == 1 else []
+        """The options that an abbreviation may stand for. argparse also expands the script's own options, and
+        raises where `--n` could be two of torchrun's: those are left to the script."""
+        matches: list[Any] = super()._get_option_tuples(option_string)
+        return matches if len(matches) == 1 else []
 
 
 @dataclass(frozen=True)
 class Launching:
-    """What will be started: torchrun's options, the script, and what we set beside them."""
+    """What is started: torchrun's options, the script, and the variables that we set."""
 
     options: tuple[str, ...]
     is_module: bool
@@ -68,7 +68,7 @@ class Launching:
 
     @property
     def words(self) -> list[str]:
-        """For torchrun: each rank runs `launched`, and that the script."""
+        """The arguments of torchrun: each rank runs `launched`, which runs the script."""
         target = ["-m", *self.script] if self.is_module else list(self.script)
         return [*self.options, "-m", "fullshard.tools.cli.launched", *target]
 
@@ -76,30 +76,30 @@ class Launching:
 def _launch(
     context: typer.Context,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...", help="As torchrun takes them.")
+        list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...", help="As for torchrun.")
     ] = None,
 ) -> int:
-    said = [*(words or []), *context.args]
-    if said[:1] in (["--help"], ["-h"], []):
+    arguments = [*(words or []), *context.args]
+    if arguments[:1] in (["--help"], ["-h"], []):
         print(context.get_help())
-        return 0 if said else 2
-    launching, only_show = parse(said)
-    if only_show:
-        said_first = [f"{name}={value}" for name, value in launching.variables.items()]
-        print(" ".join([*said_first, shlex.join(["torchrun", *launching.words])]))
+        return 0 if arguments else 2
+    launching, dry_run = parse(arguments)
+    if dry_run:
+        variables = [f"{name}={value}" for name, value in launching.variables.items()]
+        print(" ".join([*variables, shlex.join(["torchrun", *launching.words])]))
         return 0
     set_default_variables(launching.variables)
     print(f"fullshard: {launching.why}", file=sys.stderr)
     return start(launching)
 
 
-def parse(said: Sequence[str]) -> tuple[Launching, bool]:
-    """torchrun's own parser reads the options; we add what nobody said."""
+def parse(words: Sequence[str]) -> tuple[Launching, bool]:
+    """torchrun's own parser reads the options; defaults of ours are added. The flag is --dry-run."""
     parser = _parser()
-    at = _script_at(parser, said)
-    # Not the script's own arguments: argparse would take a `--` among them for itself.
-    given: dict[str, Any] = {**torchrun_defaults(), **vars(parser.parse_args(list(said[: at + 1])))}
-    script, options = tuple(said[at:]), list(said[:at])
+    at = _script_at(parser, words)
+    # Without the script's own arguments: argparse would consume a `--` among them.
+    given: dict[str, Any] = {**torchrun_defaults(), **vars(parser.parse_args(list(words[: at + 1])))}
+    script, options = tuple(words[at:]), list(words[:at])
     options = [word for word in options if word not in ("-m", "--") and not word.startswith(_OURS)]
     is_module = _flag(given, "module")
     _refuse(given)
@@ -116,11 +116,11 @@ def parse(said: Sequence[str]) -> tuple[Launching, bool]:
     return launching, _flag(given, "dry_run")
 
 
-def _script_at(parser: argparse.ArgumentParser, said: Sequence[str]) -> int:
-    """Where the options of torchrun end. A wrong one is left for the parser to name."""
+def _script_at(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Where the options of torchrun end. The parser reports a wrong one."""
     at = 0
-    while at < len(said):
-        word = said[at]
+    while at < len(words):
+        word = words[at]
         if word == "--":
             return at + 1
         if not word.startswith("-"):
@@ -138,30 +138,35 @@ def _flag(given: dict[str, Any], name: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Only what was said ends up in the namespace."""
+    """torchrun's parser without its defaults: the namespace holds only what was given."""
     from torch.distributed.run import get_args_parser
 
-    theirs = get_args_parser()
-    theirs.__class__ = _Parser
-    theirs.add_argument("--dry-run", "--dry_run", action="store_true")
-    for action in theirs._actions:
+    parser = get_args_parser()
+    parser.__class__ = _Parser
+    parser.add_argument("--dry-run", "--dry_run", action="store_true")
+    for action in parser._actions:
         if action.option_strings:
             action.default = argparse.SUPPRESS
-    return theirs
+    return parser
+
+
+def _long_options(parser: argparse.ArgumentParser) -> list[str]:
+    """For completion: each option once, with dashes instead of underscores."""
+    return sorted({o for o in parser._option_string_actions if o.startswith("--") and "_" not in o})
 
 
 def _refuse(given: dict[str, Any]) -> None:
     if _flag(given, "no_python"):
         raise OptionError(
-            "--no-python starts a program that is not Python, and fullshard cannot be turned on in it",
-            "Use torchrun for it.",
+            "--no-python starts a program that is not Python, in which fullshard cannot be turned on",
+            "Use torchrun for such a program.",
         )
     local = str(given.get("nproc_per_node", "1"))
     if local.lstrip("-").isdecimal() and int(local) < 1:
         raise OptionError(f"--nproc-per-node is {local}", "Give at least 1, or leave it out.")
     if _flag(given, "run_path"):
         raise OptionError(
-            "--run-path is how torchrun runs a script inside its own process",
+            "--run-path makes torchrun run a script inside its own process",
             "Leave it out: every rank of fullshard launch runs the script by its path.",
         )
 
@@ -169,23 +174,23 @@ def _refuse(given: dict[str, Any]) -> None:
 def _require_script(script: str, is_module: bool) -> None:
     if not is_module:
         if not Path(script).exists():
-            beside = f" Did you mean {script}.py?" if Path(f"{script}.py").exists() else ""
+            meant = f" Did you mean {script}.py?" if Path(f"{script}.py").exists() else ""
             raise OptionError(
-                f"there is no script {script!r}", f"Check the path, or give -m for a module.{beside}"
+                f"there is no script {script!r}", f"Check the path, or pass -m for a module.{meant}"
             )
         return
     if not _is_there(script):
         raise OptionError(
             f"there is no module {script!r}",
-            "Check its name: it must be installed, or lie in the current folder.",
+            "Check its name: it must be installed, or be in the current folder.",
         )
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module can be found, without importing what is around it."""
+    """Whether a module can be found, without importing its parent packages."""
     first, *parts = name.split(".")
     where = str(Path.cwd())
-    spec = PathFinder.find_spec(first, [where]) or _found(first)
+    spec = PathFinder.find_spec(first, [where]) or _installed(first)
     for i, _ in enumerate(parts):
         if spec is None or spec.submodule_search_locations is None:
             return False
@@ -193,7 +198,7 @@ def _is_there(name: str) -> bool:
     return spec is not None
 
 
-def _found(name: str) -> Any:
+def _installed(name: str) -> Any:
     try:
         return find_spec(name)
     except (ValueError, ImportError):
@@ -203,19 +208,19 @@ def _found(name: str) -> Any:
 def _local_ranks() -> int:
     import torch
 
-    return torch.cuda.device_count() or min(cores(), MOST_CPU_RANKS)
+    return torch.cuda.device_count() or min(cores(), MAX_CPU_RANKS)
 
 
 def _variables(local_ranks: str, nodes: str) -> dict[str, str]:
-    found = {}
+    variables = {}
     if local_ranks.isdecimal() and int(local_ranks) > 1:
-        # torchrun says 1, which leaves the other cores idle.
-        found["OMP_NUM_THREADS"] = str(max(1, cores() // int(local_ranks)))
+        # torchrun sets 1, which leaves the other cores idle.
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // int(local_ranks)))
     first, _, last = nodes.partition(":")
     if last and first != last:
-        # Nodes that come later are not let in while the store of the first rendezvous is used again.
-        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return found
+        # Nodes that join later cannot enter while the store of the first rendezvous is reused.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return variables
 
 
 def _why(script: str, is_module: bool, local_ranks: str, nodes: str) -> str:
@@ -228,8 +233,8 @@ def _why(script: str, is_module: bool, local_ranks: str, nodes: str) -> str:
     return f"{what} on {ranks}{'' if nodes == '1' else f' of each of {nodes} nodes'} ({where})"
 
 
-def _torchruns(words: Sequence[str]) -> argparse.Namespace:
-    """What torchrun reads in its command line, with its defaults."""
+def _torchrun_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """torchrun's arguments, parsed by its own parser, with its defaults."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -238,14 +243,14 @@ def _torchruns(words: Sequence[str]) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def _place_for_logs(asked: argparse.Namespace) -> Iterator[None]:
-    """Where nobody asked for logs, torchrun leaves an empty folder of every run behind. Ours goes with it."""
+def _log_folder(arguments: argparse.Namespace) -> Iterator[None]:
+    """Without options for logs, torchrun leaves an empty folder behind after every run; ours is removed."""
     none = {None, "", "0"}
-    if asked.log_dir or asked.logs_specs or not {asked.redirects, asked.tee} <= none:
+    if arguments.log_dir or arguments.logs_specs or not {arguments.redirects, arguments.tee} <= none:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="fullshard-launch-", ignore_cleanup_errors=True) as folder:
-        asked.log_dir = folder
+        arguments.log_dir = folder
         yield
 
 
@@ -255,22 +260,22 @@ def start(launching: Launching) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    asked = _torchruns(launching.words)
+    arguments = _torchrun_arguments(launching.words)
     try:
-        with _place_for_logs(asked):
-            torchrun.run(asked)  # type: ignore[no-untyped-call, unused-ignore]
+        with _log_folder(arguments):
+            torchrun.run(arguments)  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        recorded: Any = failure.message  # a dict where the rank wrote one, whatever its annotation says
+        recorded: Any = failure.message  # a dict where the rank wrote one, despite its annotation
         about = f": {recorded.get('message', '')}" if isinstance(recorded, dict) else ""
         print(f"fullshard: rank {rank} was the first to fail, with {name}{about}", file=sys.stderr)
         return 128 - code if code < 0 else code or 1
     except SignalException as error:
         print(f"fullshard: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + int(error.sigval)
-    except (ValueError, AssertionError) as error:  # an option's value, which torchrun looks at only now
+    except (ValueError, AssertionError) as error:  # an option's value, which torchrun checks only now
         raise OptionError(str(error), "See torchrun --help.") from error
     return 0
 
@@ -280,21 +285,21 @@ LAUNCH = Command(
     _launch,
     "run a training script on all GPUs of this machine, or on several machines",
     """\
-A thin face over torchrun: all its options pass through (--nnodes, --rdzv-endpoint,
+A thin wrapper around torchrun: all its options pass through (--nnodes, --rdzv-endpoint,
 --max-restarts, --tee, -m, ...; `torchrun --help` lists them). It adds three things.
 
-1. In every rank the Hugging Face door is open: a script that says
+1. In every rank the Hugging Face integration is turned on: a script with
    TrainingArguments(fsdp="full_shard auto_wrap") trains on fullshard, unchanged. Other
    scripts run as with python.
-2. What you leave out is chosen: as many ranks as there are GPUs, or without any one for
-   each core, 8 at most; a rendezvous of its own (--standalone) on a single machine, so
-   that two runs do not meet; OMP_NUM_THREADS as the cores allow; for elastic runs
-   (--nnodes 1:4) the setting without which nodes that join later wait for ever.
-3. A script that is not there is an error before any process is started, tracebacks show
-   your lines alone, and the exit code is that of the rank that failed first.
+2. Defaults: one rank per GPU, or without GPUs one per core, 8 at most; a rendezvous of
+   its own (--standalone) on a single machine, so that two runs do not interfere;
+   OMP_NUM_THREADS by the number of cores; for elastic runs (--nnodes 1:4) the setting
+   without which nodes that join later wait for ever.
+3. A missing script is an error before any process starts, tracebacks contain only your
+   own lines, and the exit code is that of the rank that failed first.
 
-Of its own it has --dry-run, which prints the command and starts nothing. Options come
-before SCRIPT; what comes after is the script's.""",
+--dry-run prints the command and starts nothing. Options come before SCRIPT; arguments
+after it belong to the script.""",
     """\
 examples:
   fullshard launch train.py --epochs 3
@@ -303,7 +308,8 @@ examples:
   fullshard launch -m my_package.train --lr 1e-4
   fullshard launch --dry-run train.py
 
-Exit code 0: the script is done; 2: what was asked is wrong; else the script's own, or
-128 and the number of the signal that ended it.""",
+Exit code 0: the script is done; 2: invalid request; otherwise the script's own, or
+128 plus the number of the signal that ended it.""",
     {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+    names=lambda: _long_options(_parser()),
 )

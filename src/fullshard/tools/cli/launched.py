@@ -1,8 +1,8 @@
 """What each rank of `fullshard launch` runs: python -m fullshard.tools.cli.launched [-m] SCRIPT ...
 
-It turns the Hugging Face door on and becomes the script: `__main__`, sys.argv and sys.path[0] are as python
-would have them, so that pickling, multiprocessing's spawn and imports from beside the script work.
-`runpy` takes its `__main__` away when the script's last line has run; functions that threads and atexit still
+It turns the Hugging Face integration on and becomes the script: `__main__`, sys.argv and sys.path[0] are as
+python sets them, so that pickling, multiprocessing's spawn and imports from the script's folder work.
+`runpy` removes its `__main__` after the script's last line; functions that threads and atexit still
 call would not find it. So the script is executed here, in a module that stays.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a script, or with -m a module, and leave as it leaves."""
+    """Run a script, or with -m a module, and exit as it does."""
     as_module = words[0] == "-m"
     target, *rest = words[1:] if as_module else words
     from fullshard.hugging_face import turn_on
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  as python's own last resort
-        _tell(error)
+        _report(error)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -67,7 +67,7 @@ def _run_module(name: str) -> None:
 
 
 def _module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """A module's spec and code, of a package its `__main__`."""
+    """The spec and code of a module, or of a package's `__main__`."""
     _put_first(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -76,7 +76,7 @@ def _module(name: str) -> tuple[ModuleSpec, CodeType]:
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and misses something of its own
+            raise  # the module exists, and something that it imports does not
         spec = None
     code = None
     if spec is not None and spec.loader is not None:
@@ -102,18 +102,18 @@ def _new_main(path: str, loader: Any, spec: ModuleSpec | None) -> ModuleType:
 
 
 def _put_first(folder: str) -> None:
-    """In place of the folder in which python -m looked for us; with -P there is none."""
+    """Replaces the folder that python -m put there; with -P there is none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
-def _tell(error: BaseException) -> None:
-    """As python tells it, without our frames; and to torchrun, for its summary."""
+def _report(error: BaseException) -> None:
+    """Print the traceback as python does, without our frames; record the error for torchrun's summary."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
     error.__traceback__ = trace
-    sys.last_value = error  # as python sets it: what runs at exit asks whether the script failed
+    sys.last_value = error  # as python sets it: exit handlers read it to know that the script failed
     sys.excepthook(type(error), error, trace)
     sys.stderr.flush()
     if isinstance(error, Exception):

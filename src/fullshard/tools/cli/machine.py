@@ -1,4 +1,4 @@
-"""`fullshard env`: what a bug report should say."""
+"""`fullshard env`: versions and devices for a bug report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _machine(
         as_json_text(facts)
         return 0
     rows = [(name, str(value)) for name, value in facts.items() if name != "libraries"]
-    rows += [(name, _library(said)) for name, said in facts["libraries"].items()]
+    rows += [(name, _library(state)) for name, state in facts["libraries"].items()]
     table(("what", "here"), rows, left=(0, 1))
     return 0
 
@@ -48,35 +48,35 @@ def _facts() -> dict[str, Any]:
         "backends": ", ".join(name for name, there in available.items() if there) or "none",
         "devices": ", ".join(f"{one.name} ({one.total_memory / 2**30:.0f} GiB)" for one in devices) or "CPU",
         "cores": cores(),
-        "libraries": {name: _said(name) for name in (*TRIED, *_OTHERS)},
+        "libraries": {name: _library_state(name) for name in (*TRIED, *_OTHERS)},
     }
 
 
-def _said(name: str) -> dict[str, Any]:
+def _library_state(name: str) -> dict[str, Any]:
     try:
-        found: str | None = version(name)
+        installed: str | None = version(name)
     except PackageNotFoundError:
-        found = None
-    tried = TRIED.get(name)
-    known = None if tried is None or found is None else ".".join(found.split(".")[:2]) in tried
-    return {"version": found, "tried": known, "tested_with": None if tried is None else list(tried)}
+        installed = None
+    tested = TRIED.get(name)
+    known = None if tested is None or installed is None else ".".join(installed.split(".")[:2]) in tested
+    return {"version": installed, "tried": known, "tested_with": None if tested is None else list(tested)}
 
 
-def _library(said: dict[str, Any]) -> str:
-    if said["version"] is None:
+def _library(state: dict[str, Any]) -> str:
+    if state["version"] is None:
         return "not installed"
-    if said["tried"] is False:
-        return f"{said['version']}, NOT TRIED: tests run with {' or '.join(said['tested_with'])}"
-    return str(said["version"])
+    if state["tried"] is False:
+        return f"{state['version']}, NOT TRIED: tests run with {' or '.join(state['tested_with'])}"
+    return str(state["version"])
 
 
 MACHINE = Command(
     "env",
     _machine,
-    "say what is installed here, for a bug report",
+    "print versions and devices, for a bug report",
     """\
-Versions of fullshard, Python, torch and the libraries that the doors are tested with;
-backends and devices. It names no path and no host.""",
+Versions of fullshard, Python, torch and the libraries that integrations are tested with;
+backends and devices. The output contains no path and no host name.""",
     """\
 examples:
   fullshard env

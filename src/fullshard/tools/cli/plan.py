@@ -27,27 +27,27 @@ def _plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A size that --list shows, a Hugging Face config.json or its folder, or FILE.py:FUNCTION "
+            help="A size from --list, a Hugging Face config.json or its folder, or FILE.py:FUNCTION "
             "that returns (model, batch).",
         ),
     ] = None,
     sizes: Annotated[bool, typer.Option("--list", help="List the sizes and exit.")] = False,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Devices, all of them.")] = 8,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of one device.")] = "80GiB",
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Number of ranks, one per device.")] = 8,
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of one device.")] = "80GiB",
     spare: Annotated[
         float,
         typer.Option(
             "--spare",
             metavar="PERCENT",
-            help="Of the memory, for CUDA, NCCL and what the allocator cannot use.",
+            help="Memory reserved for CUDA, NCCL and fragmentation.",
         ),
     ] = 8.0,
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", metavar="NAME", help="Only this one; may be repeated."),
+        typer.Option("--strategy", metavar="|".join(STRATEGIES), help="Only this strategy; may be repeated."),
     ] = None,
     node_ranks: Annotated[
-        int | None, typer.Option("--node-ranks", metavar="N", help="Ranks of one node, for hybrid.")
+        int | None, typer.Option("--node-ranks", metavar="N", help="Ranks per node, for hybrid.")
     ] = None,
     precision: Annotated[
         str,
@@ -55,14 +55,14 @@ def _plan(
             "--precision",
             metavar="bf16|fp16|fp32",
             callback=one_of("--precision", ("bf16", "fp16", "fp32")),
-            help="What computes; the rest is fp32.",
+            help="Compute dtype; everything else is fp32.",
             rich_help_panel=_TRAINING,
         ),
     ] = "bf16",
     batch: Annotated[
         int | None,
         typer.Option(
-            "--batch", metavar="N", help="Sequences a rank and micro-batch (1).", rich_help_panel=_TRAINING
+            "--batch", metavar="N", help="Sequences per rank and micro-batch (1).", rich_help_panel=_TRAINING
         ),
     ] = None,
     sequence: Annotated[
@@ -70,7 +70,7 @@ def _plan(
         typer.Option(
             "--sequence",
             metavar="N",
-            help="Tokens of a sequence (the model's context, 4096 at most).",
+            help="Tokens per sequence (the model's context, 4096 at most).",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def _plan(
     if sizes:
         return _list(json)
     if model is None:
-        raise OptionError("no model was named", "Give one; fullshard plan --list shows the sizes.")
+        raise OptionError("no model was given", "Pass one; fullshard plan --list shows the sizes.")
     from fullshard.tools.planning.answers import Question, answer
 
     remedy = "Write it as 24GiB or 80GB."
@@ -113,21 +113,21 @@ def _plan(
         accumulate=accumulate,
         spare=spare / 100,
     )
-    found = answer(_subject(model, batch, sequence), question)
+    result = answer(_subject(model, batch, sequence), question)
     if json:
-        as_json_text(_as_json(found))
+        as_json_text(_as_json(result))
     else:
-        _print(found)
-    return 0 if found.best is not None else 1
+        _print(result)
+    return 0 if result.best is not None else 1
 
 
-def _strategies(said: list[str] | None, node_ranks: int | None) -> tuple[str, ...]:
+def _strategies(names: list[str] | None, node_ranks: int | None) -> tuple[str, ...]:
     check = one_of("--strategy", STRATEGIES)
-    for one in said or ():
-        check(one)
-    if said:
-        return tuple(dict.fromkeys(said))
-    return tuple(one for one in STRATEGIES if one != "hybrid" or node_ranks is not None)
+    for name in names or ():
+        check(name)
+    if names:
+        return tuple(dict.fromkeys(names))
+    return tuple(name for name in STRATEGIES if name != "hybrid" or node_ranks is not None)
 
 
 def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
@@ -136,22 +136,28 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
     if ":" not in name:
         return find(name, Batch(1 if batch is None else batch, sequence))
     if batch is not None or sequence is not None:
-        raise OptionError(f"{name!r} decides its own batch", "Leave out --batch and --sequence.")
+        raise OptionError(f"{name!r} returns its own batch", "Leave out --batch and --sequence.")
     from fullshard.tools.simulation.models import subject
 
-    theirs = subject(name, None, 2)
+    simulated = subject(name, None, 2)
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
-        out = theirs.output(model, theirs.batch(META))
-        return theirs.loss_in(out), out
+        out = simulated.output(model, simulated.batch(META))
+        return simulated.loss_in(out), out
 
     return Subject(
         name,
-        lambda: theirs.build().to(META),
+        lambda: simulated.build().to(META),
         run,
-        "its own batch a rank",
+        "its own batch per rank",
         "the model that the function returns",
     )
+
+
+def _sizes() -> list[str]:
+    from fullshard.tools.planning.sizes import SIZES
+
+    return list(SIZES)
 
 
 def _list(json: bool) -> int:
@@ -177,19 +183,19 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
 
 
-def _row(found: Answer, one: Need) -> tuple[str, ...]:
+def _row(result: Answer, one: Need) -> tuple[str, ...]:
     parts = (one.parameters, one.gradients, one.optimizer, one.rest, one.full, one.sending, one.activations)
-    return (one.strategy, *map(_gib, (*parts, one.peak)), "yes" if found.fits(one) else "no", one.moment)
+    return (one.strategy, *map(_gib, (*parts, one.peak)), "yes" if result.fits(one) else "no", one.moment)
 
 
-def _print(found: Answer) -> None:
-    question = found.question
-    more = ", activations computed again" if question.recompute else ""
+def _print(result: Answer) -> None:
+    question = result.question
+    more = ", activations recomputed" if question.recompute else ""
     more += ", inside fs.accumulate" if question.accumulate else ""
     print(
-        f"{found.subject.name}: {found.num_parameters:,} parameters; {question.ranks} ranks of "
+        f"{result.subject.name}: {result.num_parameters:,} parameters; {question.ranks} ranks of "
         f"{_gib(question.memory_bytes)} GiB; {question.precision}, {question.optimizer}, "
-        f"{found.subject.batch}{more}\nGiB of one rank, from one step of {found.subject.traced}:\n"
+        f"{result.subject.batch}{more}\nGiB per rank, from one step of {result.subject.traced}:\n"
     )
     head = (
         "strategy",
@@ -204,54 +210,54 @@ def _print(found: Answer) -> None:
         "fits",
         "worst moment",
     )
-    styles = ["green" if found.fits(one) else "red" for one in found.needs]
-    table(head, [_row(found, one) for one in found.needs], styles, left=(0, 10))
+    styles = ["green" if result.fits(one) else "red" for one in result.needs]
+    table(head, [_row(result, one) for one in result.needs], styles, left=(0, 10))
     print(
-        f"\nActivations: {_gib(found.saved_bytes)} kept by the blocks, {_gib(found.loss_bytes)} more for "
-        f"logits, loss and temporaries.\n{_returned(found)}Full values, gradients being sent and activations "
+        f"\nActivations: {_gib(result.saved_bytes)} saved by the blocks, {_gib(result.loss_bytes)} more for "
+        f"logits, loss and temporaries.\n{_returned(result)}Full values, gradients in flight and activations "
         "are those of the worst moment. A strategy fits\n"
-        f"if its peak leaves {question.spare:.0%} of the memory."
+        f"if its peak leaves {question.spare:.0%} of the memory free."
     )
-    best = found.best
+    best = result.best
     if best is not None:
         print(
-            f"\n{best.strategy} fits, and of those that fit it sends least: {_gib(best.peak)} of "
+            f"\n{best.strategy} fits, and sends least of those that fit: {_gib(best.peak)} of "
             f"{_gib(question.memory_bytes)} GiB at the peak ({best.moment})."
         )
     else:
-        print("\nNothing fits.\n" + "\n".join(found.advice))
+        print("\nNothing fits.\n" + "\n".join(result.advice))
 
 
-def _returned(found: Answer) -> str:
-    if found.returned_bytes < 2**20:  # a loss alone
+def _returned(result: Answer) -> str:
+    if result.returned_bytes < 2**20:  # a loss alone
         return ""
     return (
-        f"What the model returns beside the loss ({_gib(found.returned_bytes)}) counts until the step is "
-        "over, as with `out = model(...)`;\nwho keeps only the loss has that much more room.\n"
+        f"What the model returns besides the loss ({_gib(result.returned_bytes)}) counts until the step is "
+        "over, as with `out = model(...)`;\na loop that keeps only the loss needs that much less.\n"
     )
 
 
-def _as_json(found: Answer) -> dict[str, Any]:
-    question = found.question
+def _as_json(result: Answer) -> dict[str, Any]:
+    question = result.question
     return {
-        "model": found.subject.name,
-        "parameters": found.num_parameters,
+        "model": result.subject.name,
+        "parameters": result.num_parameters,
         "ranks": question.ranks,
         "memory_bytes": question.memory_bytes,
         "room_bytes": question.room_bytes,
         "precision": question.precision,
         "optimizer": question.optimizer,
-        "batch": found.subject.batch,
+        "batch": result.subject.batch,
         "checkpoint_activations": question.recompute,
         "accumulate": question.accumulate,
         "node_ranks": question.node_ranks,
-        "traced": found.subject.traced,
-        "block_activation_bytes": found.saved_bytes,
-        "loss_bytes": found.loss_bytes,
-        "returned_bytes": found.returned_bytes,
+        "traced": result.subject.traced,
+        "block_activation_bytes": result.saved_bytes,
+        "loss_bytes": result.loss_bytes,
+        "returned_bytes": result.returned_bytes,
         "strategies": {
             one.strategy: {
-                "fits": found.fits(one),
+                "fits": result.fits(one),
                 "parameter_bytes": one.parameters,
                 "gradient_bytes": one.gradients,
                 "optimizer_bytes": one.optimizer,
@@ -263,36 +269,37 @@ def _as_json(found: Answer) -> dict[str, Any]:
                 "peak_moment": one.moment,
                 "sent_bytes_per_step": one.sent_bytes,
             }
-            for one in found.needs
+            for one in result.needs
         },
-        "best": None if found.best is None else found.best.strategy,
-        "advice": list(found.advice),
+        "best": None if result.best is None else result.best.strategy,
+        "advice": list(result.advice),
     }
 
 
 PLAN = Command(
     "plan",
     _plan,
-    "say what training a model needs on each rank, and which strategies fit",
+    "predict the memory that training needs per rank, and which strategies fit",
     """\
-Nothing is downloaded and nothing is computed: the model is built without memory, and
-one step of it is followed tensor by tensor. For each strategy it says what a rank holds
+Nothing is downloaded and nothing is computed: the model is built on the meta device, and
+one step of it is traced tensor by tensor. For each strategy it prints what a rank holds
   at rest      parameters, gradients and optimizer state, between steps
-  at the peak  beside that, at the worst moment of a step: full values of the units at
-               work, gradients on their way, activations, logits and loss
+  at the peak  in addition, at the worst moment of a step: full values of the units in
+               use, gradients in flight, activations, logits and loss
 
-A config.json is built by transformers (pip install 'fullshard[hf]'); a size by its name
-is a decoder that computes as transformers does. What the model returns (its logits)
-counts until the step is over, attention as fused kernels compute it where the model
-asks for them. Other models on the same device and what your own code keeps do not count.""",
+A config.json is built by transformers (pip install 'fullshard[hf]'); a named size is a
+decoder that computes as transformers does. What the model returns (its logits) counts
+until the step is over. Attention counts as fused kernels compute it, if the model uses
+them. Other models on the same device and what your own code keeps are not included.""",
     """\
 examples:
   fullshard plan --list
   fullshard plan llama-3-8b --ranks 8 --memory 80GiB --batch 2 --sequence 4096
-  fullshard plan llama-3-70b --ranks 4 --memory 24GiB      exit code 1: it does not
+  fullshard plan llama-3-70b --ranks 4 --memory 24GiB      exit code 1: it does not fit
   fullshard plan path/to/config.json --memory 24GiB --checkpoint-activations
   fullshard plan my_model.py:make --ranks 2 --json | jq .strategies.zero3.peak_bytes
 
-Exit code 0: something fits; 1: nothing does, and it says what would; 2: what was asked
-is wrong.""",
+Exit code 0: a strategy fits; 1: none does, and what would is printed; 2: invalid
+request.""",
+    names=_sizes,
 )

@@ -28,7 +28,7 @@ _CLUSTER, _TRAINING, _MEASURING = "The cluster", "The training", "Measuring"
 
 @dataclass(frozen=True)
 class _Cluster:
-    """The network as it was written."""
+    """The network as given on the command line."""
 
     ranks: int
     link: str
@@ -53,32 +53,35 @@ def _simulate(
         ),
     ] = None,
     presets: Annotated[bool, typer.Option("--list", help="List the presets and exit.")] = False,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks.", rich_help_panel=_CLUSTER)] = 8,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", help="Number of ranks.", rich_help_panel=_CLUSTER)
+    ] = 8,
     rank: Annotated[
-        int, typer.Option("--rank", metavar="R", help="The rank that is played.", rich_help_panel=_CLUSTER)
+        int, typer.Option("--rank", metavar="R", help="The rank that runs here.", rich_help_panel=_CLUSTER)
     ] = 0,
     link: Annotated[
         str,
         typer.Option(
             "--link",
             metavar="RATE",
-            help="Of each rank, one way: 50GB/s or 400Gb/s.",
+            help="Bandwidth per rank, one way: 50GB/s or 400Gb/s.",
             rich_help_panel=_CLUSTER,
         ),
     ] = "50GB/s",
     latency: Annotated[
-        str, typer.Option("--latency", metavar="TIME", help="Of a collective.", rich_help_panel=_CLUSTER)
+        str,
+        typer.Option("--latency", metavar="TIME", help="Latency of a collective.", rich_help_panel=_CLUSTER),
     ] = "20us",
     node_ranks: Annotated[
         int | None,
         typer.Option(
-            "--node-ranks", metavar="N", help="Two levels: ranks of one node.", rich_help_panel=_CLUSTER
+            "--node-ranks", metavar="N", help="Two levels: ranks per node.", rich_help_panel=_CLUSTER
         ),
     ] = None,
     inside: Annotated[
         str | None,
         typer.Option(
-            "--inside", metavar="RATE", help="Two levels: a link inside its node.", rich_help_panel=_CLUSTER
+            "--inside", metavar="RATE", help="Two levels: bandwidth inside a node.", rich_help_panel=_CLUSTER
         ),
     ] = None,
     layers: Annotated[
@@ -88,7 +91,10 @@ def _simulate(
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens", metavar="N", help="A rank and step (4096; on a CPU 256).", rich_help_panel=_TRAINING
+            "--tokens",
+            metavar="N",
+            help="Tokens per rank and step (4096; on a CPU 256).",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     strategy: Annotated[
@@ -108,7 +114,7 @@ def _simulate(
         typer.Option(
             "--precision",
             metavar="fp32|bf16|fp16|int8",
-            help="(bf16; on a CPU fp32)",
+            help="Precision (bf16; on a CPU fp32).",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -121,7 +127,7 @@ def _simulate(
         typer.Option(
             "--keep-full",
             metavar="SIZE",
-            help="Full values kept for backward: 2GiB, 'all', 0 for none.",
+            help="Budget of units kept full: 2GiB, 'all', or 0.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -144,7 +150,7 @@ def _simulate(
     warmup: Annotated[
         int | None,
         typer.Option(
-            "--warmup", metavar="N", help="Steps before them (3; compiled 10).", rich_help_panel=_MEASURING
+            "--warmup", metavar="N", help="Steps before those (3; compiled 10).", rich_help_panel=_MEASURING
         ),
     ] = None,
     device: Annotated[
@@ -173,24 +179,24 @@ def _simulate(
     if presets:
         return _list()
     if model is None:
-        raise OptionError("no model was named", "Give one; fullshard simulate --list shows the presets.")
+        raise OptionError("no model was given", "Pass one; fullshard simulate --list shows the presets.")
     from fullshard.tools.simulation.models import subject
     from fullshard.tools.simulation.run import Scenario
 
     where = _device(device)
     network = _Cluster(ranks, link, latency, node_ranks, inside).network()
     if not 0 <= rank < ranks:
-        raise OptionError(f"rank {rank} of {ranks} ranks", "Ranks count from 0.")
-    usual = (4096, "bf16") if where.type == "cuda" else (256, "fp32")
+        raise OptionError(f"rank {rank} of {ranks} ranks", "Ranks are numbered from 0.")
+    default_tokens, default_precision = (4096, "bf16") if where.type == "cuda" else (256, "fp32")
     scenario = Scenario(
-        what=subject(model, layers, usual[0] if tokens is None else tokens),
+        what=subject(model, layers, default_tokens if tokens is None else tokens),
         network=network,
         device=where,
         rank=rank,
         strategy=strategy,
         across=across,
         reduce=reduce,
-        precision=precision or usual[1],
+        precision=precision or default_precision,
         checkpoint_activations=checkpoint_activations,
         keep_full=_keep_full(keep_full),
         compiled=compiled,
@@ -198,6 +204,12 @@ def _simulate(
         steps=steps,
     )
     return _measured(scenario, engine, timeline, json)
+
+
+def _presets() -> list[str]:
+    from fullshard.tools.simulation.models import PRESETS
+
+    return list(PRESETS)
 
 
 def _list() -> int:
@@ -216,7 +228,7 @@ def _measured(scenario: Scenario, engine: str, file: Path | None, as_json: bool)
     engines = ENGINES if engine == "both" else (engine,)
     timeline = Timeline() if file is not None else None
     if file is not None and not file.resolve().parent.is_dir():
-        raise OptionError(f"there is no folder {str(file.parent)!r}", "Write the timeline elsewhere.")
+        raise OptionError(f"there is no folder {str(file.parent)!r}", "Create it, or name another file.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its internals; ours are errors
         results = [simulate(scenario, engine, timeline) for engine in engines]
@@ -262,15 +274,16 @@ def _keep_full(text: str | None) -> int | str | None:
 SIMULATE = Command(
     "simulate",
     _simulate,
-    "train on one rank of a cluster that is described, not there",
+    "train on one rank of a simulated cluster",
     """\
-One device plays one rank of many. Collectives deliver plausible data and hold one wire
-for latency + bytes / bandwidth; everything else is real.""",
+One device runs as one rank of many. Collectives deliver plausible data and occupy the
+wire for latency + bytes / bandwidth; everything else is real.""",
     """\
 examples:
   fullshard simulate --list
   fullshard simulate llama-8b --layers 8 --ranks 64 --link 50GB/s --engine both
   fullshard simulate my_model.py:make --ranks 16 --json
 
-Exit code 0: done; 1: the rank does not fit in memory; 2: what was asked is wrong.""",
+Exit code 0: done; 1: the rank does not fit in memory; 2: invalid request.""",
+    names=_presets,
 )

@@ -1,4 +1,4 @@
-"""Where `fullshard` begins: with typer and rich, or with one line that says what to install."""
+"""The entry point of `fullshard`: runs the application, or prints which extra to install."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fullshard.extras import need
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done; 1: the checkpoint is damaged, or nothing fits; 2: something is wrong with what was asked;
-    130: interrupted. `fullshard launch` and `fullshard train` return what the script or the training did.
+    0: done; 1: the checkpoint is damaged, or nothing fits; 2: invalid request; 130: interrupted.
+    `fullshard launch` and `fullshard train` return the exit code of the script or the training.
     """
-    said = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for library in ("rich", "typer"):
             need(library, "cli")
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         from fullshard.tools.cli.app import run
-    except KeyboardInterrupt:  # which `run` answers as soon as it is there
+    except KeyboardInterrupt:  # handled by `run` once it is imported
         print("fullshard: interrupted", file=sys.stderr)
         return 130
-    return run(said)
+    return run(words)

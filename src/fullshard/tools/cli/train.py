@@ -13,15 +13,15 @@ from fullshard.tools.cli.commands import Command
 
 def _train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.yaml", help="What to train, on what, and how.")
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="The model, the data and the settings.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", help="Local ranks (as many as there are GPUs, else 1)."),
+        typer.Option("--ranks", metavar="N", help="Local ranks (one per GPU; without GPUs 1)."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of CONFIG.yaml; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of CONFIG.yaml; may be repeated."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     example: Annotated[
@@ -30,7 +30,7 @@ def _train(
 ) -> int:
     if config is None and not example:
         raise OptionError(
-            "no CONFIG.yaml was named", "Give one; `fullshard train --example > config.yaml` makes one."
+            "no CONFIG.yaml was given", "Pass one; `fullshard train --example > config.yaml` writes one."
         )
     if ranks is not None and ranks < 1:
         raise OptionError(f"--ranks is {ranks}", "Give at least 1.")
@@ -45,7 +45,7 @@ def _train(
     assert config is not None
     if not config.is_file():
         what = f"{str(config)!r} is a folder" if config.is_dir() else f"there is no file {str(config)!r}"
-        raise OptionError(what, "Name a config file; `fullshard train --example > config.yaml` makes one.")
+        raise OptionError(what, "Pass a config file; `fullshard train --example > config.yaml` writes one.")
     return train(config, list(overrides or ()), ranks, quiet)
 
 
@@ -54,16 +54,16 @@ TRAIN = Command(
     _train,
     "train a causal language model on local text, sharded",
     """\
-Pretrains or fine-tunes the built-in GPT, or any local Hugging Face folder or config, on
-local text or JSONL files. It starts the ranks itself, shows progress, writes TensorBoard
-logs and checkpoints, and ends with a report in HTML. The same command run again goes on
-where the last checkpoint was.""",
+Pretrains or fine-tunes the built-in GPT, or the model of any local Hugging Face folder
+or config, on local text or JSONL files. It starts the ranks itself, shows progress,
+writes TensorBoard logs and checkpoints, and ends with an HTML report. The same command
+run again resumes from the last checkpoint.""",
     """\
 examples:
-  fullshard train --example > config.yaml    every key, with what it means
+  fullshard train --example > config.yaml    every key, explained
   fullshard train config.yaml
   fullshard train config.yaml --ranks 4 --set training.steps=500
 
-Exit code 0: trained; 2: something is wrong with CONFIG.yaml or what it names; others:
-as the training left.""",
+Exit code 0: trained; 2: CONFIG.yaml, or a file that it names, is invalid; others: the
+exit code of the training.""",
 )

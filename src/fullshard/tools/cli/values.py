@@ -1,4 +1,4 @@
-"""What people write for an option, and what it means: sizes, choices."""
+"""Values of options: sizes, and names out of a list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def size(text: str, option: str, remedy: str) -> int:
 
 
 def one_of(option: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
-    """A check for typer. Its own choices need an Enum or a Literal, which cannot be made from our tables."""
+    """A callback for typer. Its own choices need an Enum or a Literal, which our tables are not."""
     choices = tuple(known)
 
     def check(value: str | None) -> str | None:
