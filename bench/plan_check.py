@@ -5,8 +5,8 @@
     python bench/plan_check.py --ranks 8          # one rank of a simulated cluster
     python bench/plan_check.py --device cpu --sizes smollm2-135m --sequence 128   # does it run at all
 
-The measured model is the planner's own decoder with values, or with --transformers the real one; then there are
-two predictions, by the size's name and by a config.json. The loop keeps the model's output, as users'
+The measured model is the planner's own decoder with values, or with --transformers the real one; then there
+are two predictions, by the size's name and by a config.json. The loop keeps the model's output, as users'
 loops do. Predicted and measured are peaks of allocated memory (torch.cuda.max_memory_allocated), everything
 at rest included.
 """
