@@ -645,7 +645,7 @@ def _four(folder: Path, *shapes: tuple[int, ...]) -> tuple[list[Tensor], Any, An
     for i in (0, 2):
         parts = {f"{k}": values[k] for k in (i, i + 1)}
         safetensors.torch.save_file(parts, folder / f"{i}.safetensors")
-    stored = [reading.whole_tensors(blocks, f"{k // 2 * 2}.safetensors")[f"{k}"] for k in range(4)]
+    stored = [reading.tensors_in(blocks, f"{k // 2 * 2}.safetensors")[f"{k}"] for k in range(4)]
     return values, reading.Source(folder, blocks), stored
 
 

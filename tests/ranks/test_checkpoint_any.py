@@ -131,7 +131,7 @@ PLAN_BLOCK = 512
 def _held(ranks_: int, rank: int, replicas: int, replica: int, kind: str) -> list[Any]:
     """What a rank of a plan writes: its own part of every tensor, with the painted values."""
     from fullshard.checkpoint.format.headers import Tensor as Described
-    from fullshard.checkpoint.saving.contents import Held
+    from fullshard.checkpoint.saving.contents import LocalSlice
     from fullshard.plan.layout import lay_out
 
     found = []
@@ -141,7 +141,7 @@ def _held(ranks_: int, rank: int, replicas: int, replica: int, kind: str) -> lis
             name, dtype = f"{piece.name}{kind}", torch.bfloat16 if kind else torch.float32
             start, stop = layout.written(piece, rank, replica, replicas)
             values = pattern(name, piece.shape, dtype).reshape(-1)[start:stop]
-            found.append(Held(Described(name, dtype, piece.shape), start, stop, values))
+            found.append(LocalSlice(Described(name, dtype, piece.shape), start, stop, values))
     return found
 
 

@@ -17,6 +17,7 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,21 +42,22 @@ class Staging:
     named: bool = False  # renamed to `target`; `folder` is what it replaced
 
 
-def begin(target: Path) -> Staging:
-    """Create the folder to write into, after cleaning up what crashed saves left in its parent."""
+def begin(target: Path, check: Callable[[Path], None] | None = None, clean: bool = True) -> Staging:
+    """Create the folder to write into.
+
+    `check` raises if the save may not replace what is at `target`: by default anything but a checkpoint or an
+    empty folder. With `clean`, what crashed saves left in the parent is cleaned up first.
+    """
     parent, name = target.parent, target.name
     if not name or name.startswith("."):
         raise CheckpointError(
             f"cannot save to {str(target)!r}", "Give a folder name that does not begin with a dot."
         )
     try:
-        if not _may_replace(target):
-            raise CheckpointError(
-                f"{str(target)!r} exists and is not a checkpoint of fullshard; it was left as it is",
-                "Save to another folder, or remove this one yourself.",
-            )
+        (check or _check_replaceable)(target)
         make_parents(files.disk, parent)
-        clean_up(parent)
+        if clean:
+            clean_up(parent)
         token = secrets.token_hex(8)
         folder = parent / f".{name}.saving-{token}"
         files.disk.make_folder(folder)
@@ -64,10 +66,16 @@ def begin(target: Path) -> Staging:
     return Staging(target, folder, token, FolderLock.take(folder))
 
 
-def _may_replace(target: Path) -> bool:
-    """Whether a save may replace what is at this path: nothing, an empty folder or a checkpoint."""
-    if is_checkpoint(target):
-        return True
+def _check_replaceable(target: Path) -> None:
+    if not is_checkpoint(target) and not is_free(target):
+        raise CheckpointError(
+            f"{str(target)!r} exists and is not a checkpoint of fullshard; it was left as it is",
+            "Save to another folder, or remove this one yourself.",
+        )
+
+
+def is_free(target: Path) -> bool:
+    """Whether there is nothing at a path, or an empty folder."""
     try:
         return not any(target.iterdir())
     except FileNotFoundError:

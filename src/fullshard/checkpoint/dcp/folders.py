@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fullshard.checkpoint import commit, files
 from fullshard.checkpoint.dcp.format import METADATA, Place
-from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree
+from fullshard.checkpoint.files import failed, remove_tree
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box
 
@@ -200,34 +199,19 @@ def _is_ours(target: Path) -> bool:
     return (target / METADATA).is_file() and all(_OURS.fullmatch(entry.name) for entry in target.iterdir())
 
 
-def begin(target: Path) -> commit.Staging:
-    """Create a folder to write into. If a crash leaves it unfinished, a later save removes it."""
-    parent, name = target.parent, target.name
-    if not name or name.startswith("."):
+def check_replaceable(target: Path) -> None:
+    if not commit.is_free(target) and not _is_ours(target):
         raise CheckpointError(
-            f"cannot save to {str(target)!r}", "Give a folder name that does not begin with a dot."
+            f"{str(target)!r} exists and holds other files than such a checkpoint; it was left as it is",
+            "Save to another folder, or remove this one yourself.",
         )
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())) and not _is_ours(target):
-            raise CheckpointError(
-                f"{str(target)!r} exists and holds other files than such a checkpoint; it was left as it is",
-                "Save to another folder, or remove this one yourself.",
-            )
-        make_parents(files.disk, parent)
-        commit.clean_up(parent)
-        token = secrets.token_hex(8)
-        folder = parent / f".{name}.saving-{token}"
-        files.disk.make_folder(folder)
-    except OSError as error:
-        raise failed(f"cannot create a folder for checkpoint {str(target)!r}", error) from error
-    return commit.Staging(target, folder, token, FolderLock.take(folder))
 
 
 def _commit(staging: commit.Staging) -> None:
     """Rename the folder to its final path, or swap it with an existing checkpoint; all files are on disk."""
     disk, target, folder = files.disk, staging.target, staging.folder
     disk.sync_folder(folder)
-    replaces = target.exists() and any(target.iterdir())
+    replaces = not commit.is_free(target)
     if replaces and (not _is_ours(target) or not disk.exchange(folder, target)):
         # Rejected: two renames. A crash between them would leave no checkpoint under the name.
         raise CheckpointError(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.dcp.folders import Leaf, begin, finish, write
+from fullshard.checkpoint.dcp.folders import Leaf, check_replaceable, finish, write
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
 from fullshard.checkpoint.format.values import decode
@@ -83,7 +83,7 @@ def write_folder(checkpoint: Checkpoint, target: Path) -> None:
     Values that differed between ranks (random state, such values of `extra`) are left out.
     """
     tree = _stored_tree(checkpoint)
-    staging = begin(target)
+    staging = commit.begin(target, check_replaceable)
     try:
         written = write(staging.folder, 0, tree, True)
         finish(staging, [written], tree, dict(checkpoint.manifest.tied))
@@ -93,7 +93,9 @@ def write_folder(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def _write_together(control: ControlGroup, target: Path, tree: dict[str, Any], tied: dict[str, str]) -> None:
-    staging = control.together(lambda: begin(target) if control.is_first else None, "beginning a save")
+    staging = control.together(
+        lambda: commit.begin(target, check_replaceable) if control.is_first else None, "beginning a save"
+    )
     folder: Path = control.broadcast_object(None if staging is None else staging.folder)  # type: ignore[assignment]
     try:
         written = control.together(lambda: write(folder, control.index, tree, control.is_first), "writing")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from fullshard.checkpoint import commit, dcp, files
-from fullshard.checkpoint.files import FolderLock, failed, make_parents
+from fullshard.checkpoint.files import failed
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, join
 from fullshard.checkpoint.format.headers import Tensor, natural_order
@@ -28,16 +27,8 @@ from fullshard.checkpoint.loading.planning import listed
 from fullshard.checkpoint.loading.reading import Stored
 from fullshard.checkpoint.saving.contents import LocalSlice
 from fullshard.checkpoint.saving.writing import FILE_BYTES, RankWriter, index_of, plan_files
-from fullshard.checkpoint.tools.paths import identify_one, not_in_manifest
-from fullshard.checkpoint.tools.report import (
-    Field,
-    Progress,
-    Report,
-    as_bytes_text,
-    plural,
-    quiet,
-    text_rows,
-)
+from fullshard.checkpoint.tools import paths
+from fullshard.checkpoint.tools.report import Field, Progress, Report, as_bytes_text, lines, plural, quiet
 from fullshard.errors import CheckpointError
 from fullshard.version import VERSION
 
@@ -59,7 +50,7 @@ class ExportOptions:
 
 def export(path: Path, to: Path, options: ExportOptions, progress: Progress = quiet) -> Report:
     """Write the model of a checkpoint to a new folder."""
-    subject = identify_one(path)
+    subject = paths.identify_one(path)
     if subject.kind != "checkpoint":
         raise CheckpointError(
             f"{str(path)!r} is not a complete checkpoint of fullshard", "Export a folder that fs.save wrote."
@@ -132,7 +123,7 @@ class _Progress:
 
 
 def _as_safetensors(source: Checkpoint, target: Path, options: ExportOptions, progress: Progress) -> Report:
-    staging = _begin(target)
+    staging = commit.begin(target, lambda _: _check_target(source.folder, target), clean=False)
     try:
         written = _write(source, staging, options, progress)
         _check_target(source.folder, target)  # it may have been created meanwhile
@@ -146,18 +137,6 @@ def _as_safetensors(source: Checkpoint, target: Path, options: ExportOptions, pr
         commit.abandon(staging)
         raise
     return _report(source, target, written)
-
-
-def _begin(target: Path) -> commit.Staging:
-    """Create a hidden folder next to the target. Unlike a save, this cleans up nothing in its parent."""
-    token = secrets.token_hex(8)
-    folder = target.parent / f".{target.name}.saving-{token}"
-    try:
-        make_parents(files.disk, target.parent)
-        files.disk.make_folder(folder)
-    except OSError as error:
-        raise failed(f"cannot create a folder for {str(target)!r}", error) from error
-    return commit.Staging(target, folder, token, FolderLock.take(folder))
 
 
 def _write(
@@ -223,13 +202,13 @@ def _with_dtype(config: bytes, dtype: torch.dtype | None) -> bytes:
 def _report(source: Checkpoint, target: Path, written: Manifest) -> Report:
     size = sum(record.size_bytes for record in written.files.values())
     what = f"{as_bytes_text(size)} in {plural(len(written.files), 'file')}"
-    left = not_in_manifest(source.folder, source.manifest)
+    left = paths.not_in_manifest(source.folder, source.manifest)
     note = f"not copied, because they are not in the manifest: {listed(left)}"
     fields = (
         Field("format", "safetensors"),
         Field("bytes", size),
         Field("files", sorted(written.files)),
-        Field("not_copied", left, text_rows([note] if left else [])),
+        Field("not_copied", left, lines([note] if left else [])),
     )
     return Report(str(target), f"{plural(written.model.tensors, 'tensor')}, {what}", fields)
 

@@ -14,30 +14,9 @@ from fullshard.checkpoint.format.manifest import Count, Manifest
 from fullshard.checkpoint.loading.opening import open_checkpoint
 from fullshard.checkpoint.loading.planning import listed
 from fullshard.checkpoint.loading.reading import Source, Stored
-from fullshard.checkpoint.tools.paths import (
-    Subject,
-    checkpoints_in,
-    file_problems,
-    folder_files,
-    has_manifest,
-    hidden_folders,
-    identify,
-    not_in_manifest,
-    open_foreign,
-    size_of,
-)
+from fullshard.checkpoint.tools import paths
 from fullshard.checkpoint.tools.previews import preview, preview_text
-from fullshard.checkpoint.tools.report import (
-    Field,
-    Report,
-    Row,
-    as_bytes_text,
-    columns,
-    labelled,
-    plural,
-    printable,
-    text_rows,
-)
+from fullshard.checkpoint.tools.report import Field, Report, as_bytes_text, columns, labelled, lines, plural
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 _LISTED_FILES = 24
@@ -46,7 +25,7 @@ _FOREIGN = {"model": "a Hugging Face model", "dcp": "a folder of torch.distribut
 
 def inspect(path: Path, tensors: bool = False) -> Report:
     """What is at a path. `tensors` adds every tensor with its dtype and shape."""
-    subject = identify(path)
+    subject = paths.identify(path)
     if subject.kind == "root":
         return _root(subject.folder)
     if subject.kind == "unfinished":
@@ -61,7 +40,7 @@ def inspect(path: Path, tensors: bool = False) -> Report:
 
 def _checkpoint(folder: Path, requested: Path, tensors: bool) -> Report:
     saved = commit.read_manifest(folder)
-    problems = file_problems(folder, saved)
+    problems = paths.file_problems(folder, saved)
     source: Source | None = None
     if not problems:
         try:
@@ -83,9 +62,9 @@ def _checkpoint(folder: Path, requested: Path, tensors: bool) -> Report:
         _by_rank_field(saved),
         *_file_fields(
             {name: record.size_bytes for name, record in saved.files.items()},
-            {manifest.NAME: size_of(folder / manifest.NAME) or 0},
+            {manifest.NAME: paths.size_of(folder / manifest.NAME) or 0},
         ),
-        _list_field("not_in_manifest", not_in_manifest(folder, saved), "beside", "not in the manifest"),
+        _list_field("not_in_manifest", paths.not_in_manifest(folder, saved), "beside", "not in the manifest"),
         Field("problems", problems, labelled("DAMAGED", problems)),
     ]
     if source is not None:
@@ -227,11 +206,11 @@ def _tensor_fields(source: Source) -> list[Field]:
         for kind, stored in kinds.items()
         for name, one in stored.items()
     ]
-    lines = columns([(printable(e["name"]), f"{e['dtype']} {e['shape']}") for e in entries])
+    texts = columns([(e["name"], f"{e['dtype']} {e['shape']}") for e in entries])
     split = len(source.model)
     return [
-        Field("tensors", entries, text_rows(lines[:split]), "tensors of the model"),
-        Field("", None, text_rows(lines[split:]), "tensors of the optimizer", in_json=False),
+        Field("tensors", entries, lines(texts[:split]), "tensors of the model"),
+        Field("", None, lines(texts[split:]), "tensors of the optimizer", in_json=False),
     ]
 
 
@@ -239,10 +218,8 @@ def _tensor_fields(source: Source) -> list[Field]:
 
 
 def _root(root: Path) -> Report:
-    hidden = {folder: (name, kind) for folder, name, kind in hidden_folders(root)}
-    entries = [
-        _entry(folder, hidden[folder][1] if folder in hidden else None) for folder in checkpoints_in(root)
-    ]
+    hidden = {folder: (name, kind) for folder, name, kind in paths.hidden_folders(root)}
+    entries = [_entry(folder, hidden.get(folder, ("", None))[1]) for folder in paths.checkpoints_in(root)]
     # The newest as in fs.latest: complete, not an exported model, not about to be removed.
     stale = {folder.name for folder, (name, _) in hidden.items() if commit.find(root / name) != folder}
     usable = [e for e in entries if e["state"] == "complete" and not e["exported"] and e["name"] not in stale]
@@ -250,16 +227,16 @@ def _root(root: Path) -> Report:
     entries = [entry | {"newest": entry is newest} for entry in entries]
     entries.sort(key=lambda entry: (entry["saved_at_ns"] or 0, entry["name"]))
     count = sum(entry["state"] == "complete" for entry in entries)
-    lines = columns([_entry_cells(entry) for entry in entries], right=(3,))
-    fields = Field("kind", "root"), Field("checkpoints", entries, text_rows(lines))
+    texts = columns([_entry_cells(entry) for entry in entries], right=(3,))
+    fields = Field("kind", "root"), Field("checkpoints", entries, lines(texts))
     damaged = any(entry["state"] == "damaged" for entry in entries)
     return Report(str(root), plural(count, "checkpoint"), fields, damaged)
 
 
-def _entry_cells(entry: dict[str, Any]) -> Row:
+def _entry_cells(entry: dict[str, Any]) -> tuple[str, ...]:
     state = f"{entry['state']}, newest" if entry["newest"] else entry["state"]
     return (
-        printable(entry["name"]),
+        entry["name"],
         "" if entry["step"] is None else f"step {entry['step']}",
         entry["saved_at"] or "",
         as_bytes_text(entry["bytes"]),
@@ -270,12 +247,12 @@ def _entry_cells(entry: dict[str, Any]) -> Row:
 
 def _entry(folder: Path, hidden: str | None) -> dict[str, Any]:
     """A checkpoint in a folder of checkpoints; `hidden` is the kind of its hidden name."""
-    size = sum(folder_files(folder).values())
+    size = sum(paths.folder_files(folder).values())
     entry: dict[str, Any] = {
         "name": folder.name, "path": str(folder), "state": "complete", "step": None, "saved_at": None,
         "saved_at_ns": None, "bytes": size, "ranks": None, "exported": False, "note": "",
     }  # fmt: skip
-    if hidden is not None and not has_manifest(folder):
+    if hidden is not None and not paths.has_manifest(folder):
         return entry | {"state": "unfinished", "note": "a save in progress, or one that was interrupted"}
     try:
         saved = commit.read_manifest(folder)
@@ -289,7 +266,7 @@ def _entry(folder: Path, hidden: str | None) -> dict[str, Any]:
         "ranks": ranks if isinstance(ranks, int) else None,
         "exported": "exported_from" in saved.layout,
     }
-    problems = file_problems(folder, saved)
+    problems = paths.file_problems(folder, saved)
     if problems:
         return entry | {"state": "damaged", "note": problems[0]}
     if hidden is not None:
@@ -300,15 +277,15 @@ def _entry(folder: Path, hidden: str | None) -> dict[str, Any]:
 
 def _unfinished(folder: Path) -> Report:
     why = "It has no manifest: a save in progress, or one that was interrupted. It cannot be loaded."
-    fields = Field("kind", "unfinished", (("", why),)), *_file_fields(folder_files(folder))
+    fields = Field("kind", "unfinished", (("", why),)), *_file_fields(paths.folder_files(folder))
     return Report(str(folder), "a save that was not finished", fields, True)
 
 
 # ---- checkpoints of other libraries
 
 
-def _foreign(subject: Subject, tensors: bool) -> Report:
-    source = open_foreign(subject)
+def _foreign(subject: paths.Subject, tensors: bool) -> Report:
+    source = paths.open_foreign(subject)
     try:
         fields = [Field("kind", subject.kind)]
         if subject.kind == "model":
@@ -317,7 +294,7 @@ def _foreign(subject: Subject, tensors: bool) -> Report:
         fields.append(_count_field("model", _counts(None, source.model)))
         if source.optimizer:
             fields.append(_count_field("optimizer", _counts(None, source.optimizer)))
-        fields += _file_fields(folder_files(subject.folder))
+        fields += _file_fields(paths.folder_files(subject.folder))
         fields += _tensor_fields(source) if tensors else []
     finally:
         source.close()

@@ -37,20 +37,21 @@ class Report:
 
     def text(self) -> str:
         """The facts for people. No text of a file is printed in a way that could control the terminal."""
-        lines, label = [f"{self.path}: {self.headline}"], ""
+        text, label = [f"{self.path}: {self.headline}"], ""
         for field in self.fields:
-            lines += ["", field.heading] if field.heading and field.rows else []
+            text += ["", field.heading] if field.heading and field.rows else []
             for row in field.rows:
                 if len(row) == 1:
-                    lines.append(f"  {row[0]}")
+                    text.append(f"  {row[0]}")
                     continue
                 repeated = row[0] == label and not row[0].isupper()
-                lines.append(f"  {'' if repeated else row[0]:<{_LABEL_CHARS}}  {row[1]}")
+                text.append(f"  {'' if repeated else row[0]:<{_LABEL_CHARS}}  {row[1]}")
                 label = row[0] or label
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(printable, text))
 
 
-def text_rows(texts: Iterable[str]) -> tuple[Row, ...]:
+def lines(texts: Iterable[str]) -> tuple[Row, ...]:
+    """Rows without labels."""
     return tuple((text,) for text in texts)
 
 
@@ -61,6 +62,7 @@ def labelled(label: str, texts: Iterable[str]) -> tuple[Row, ...]:
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Rows of cells as aligned lines; the columns `right` are aligned to the right."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -24,22 +24,8 @@ from fullshard.checkpoint.format.manifest import SHARED_FILE, Count, FileRecord,
 from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.loading.planning import listed
 from fullshard.checkpoint.loading.reading import CHUNK_BYTES, Blocks, tensors_in
-from fullshard.checkpoint.tools.paths import (
-    Subject,
-    folder_files,
-    identify_one,
-    not_in_manifest,
-    open_foreign,
-)
-from fullshard.checkpoint.tools.report import (
-    Field,
-    Progress,
-    Report,
-    as_bytes_text,
-    plural,
-    quiet,
-    text_rows,
-)
+from fullshard.checkpoint.tools import paths
+from fullshard.checkpoint.tools.report import Field, Progress, Report, as_bytes_text, lines, plural, quiet
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 _THREADS = 4  # reading and CRC-32 both release the GIL; more threads than the disk can feed are useless
@@ -64,7 +50,7 @@ class Damage:
 
 def verify(path: Path, progress: Progress = quiet) -> Report:
     """Check everything that can be checked at a path."""
-    subject = identify_one(path)
+    subject = paths.identify_one(path)
     if subject.kind == "unfinished":
         return _verify_unfinished(subject.folder)
     if subject.kind == "checkpoint":
@@ -94,7 +80,8 @@ def _report(
     sound = not damage and not problems
     size = sum(record.size_bytes for record in saved.files.values())
     blocks = sum(len(record.blocks) for record in saved.files.values())
-    unlisted = not_in_manifest(folder, saved)
+    unlisted = paths.not_in_manifest(folder, saved)
+    note = f"not in the manifest, so not checked: {listed(unlisted)}"
     what = f"{as_bytes_text(size)} in {plural(len(saved.files), 'file')}"
     headline = f"sound. {what}, {plural(blocks, 'block')}: all as they were written"
     if not sound:
@@ -107,13 +94,9 @@ def _report(
         Field("bytes", size),
         Field("blocks", blocks),
         Field("damaged_blocks", bad_blocks),
-        Field("damage", [asdict(one) for one in damage], text_rows(map(str, damage))),
-        Field("problems", problems, text_rows(problems)),
-        Field(
-            "not_in_manifest",
-            unlisted,
-            text_rows([f"not in the manifest, so not checked: {listed(unlisted)}"] if unlisted else []),
-        ),
+        Field("damage", [asdict(one) for one in damage], lines(map(str, damage))),
+        Field("problems", problems, lines(problems)),
+        Field("not_in_manifest", unlisted, lines([note] if unlisted else [])),
     )
     return Report(str(folder), headline, fields, not sound)
 
@@ -310,7 +293,7 @@ def _missing_state(source: Checkpoint) -> Iterator[str]:
 
 def _verify_unfinished(folder: Path) -> Report:
     """For a save that was not finished: which of its files are well-formed, so that they can be rescued."""
-    problems: dict[str, str | None] = dict.fromkeys(folder_files(folder))
+    problems: dict[str, str | None] = dict.fromkeys(paths.folder_files(folder))
     blocks = Blocks(folder, None, 2**20)
     try:
         for name in problems:
@@ -322,15 +305,15 @@ def _verify_unfinished(folder: Path) -> Report:
     finally:
         blocks.close()
     well_formed = "it is well-formed; its values cannot be checked"
-    lines = [f"{name}: {problem or well_formed}" for name, problem in problems.items()]
-    fields = Field("kind", "unfinished"), Field("sound", False), Field("files", problems, text_rows(lines))
+    rows = lines(f"{name}: {problem or well_formed}" for name, problem in problems.items())
+    fields = Field("kind", "unfinished"), Field("sound", False), Field("files", problems, rows)
     return Report(
         str(folder), "not a checkpoint. The save was not finished: there is no manifest", fields, True
     )
 
 
-def _verify_foreign(subject: Subject) -> Report:
-    source = open_foreign(subject)
+def _verify_foreign(subject: paths.Subject) -> Report:
+    source = paths.open_foreign(subject)
     source.close()
     tensors = [stored.tensor for stored in (*source.model.values(), *source.optimizer.values())]
     size = sum(tensor.size_bytes for tensor in tensors)
