@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.errors import MissingExtra
 
 # Versions that the tests run with, by their first two numbers: other versions have other internals, and an
-# integration that half works is worse than none. Libraries of which we call public functions only are not here.
+# integration that half works is worse than none. Libraries of which we call public functions are left out.
 TRIED: dict[str, tuple[str, ...]] = {
     "accelerate": ("1.15",),
     "transformers": ("5.22",),
