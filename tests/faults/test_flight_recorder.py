@@ -38,14 +38,14 @@ for line in sys.stdin:
         exec(line)
         print(None, flush=True)
 """
-FOLDER = str(Path(module.__file__).parents[1])
+PACKAGE = str(Path(module.__file__).parents[1])
 
 
 class Peer:
     """A rank in a process of its own."""
 
     def __init__(self, directory: str, rank: int, ranks: int) -> None:
-        command = [sys.executable, "-c", PEER, FOLDER, directory, str(rank), str(ranks)]
+        command = [sys.executable, "-c", PEER, PACKAGE, directory, str(rank), str(ranks)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
