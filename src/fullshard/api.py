@@ -1,4 +1,4 @@
-"""The public face; composes, decides nothing."""
+"""The public functions. They combine what the other modules do, and decide nothing themselves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import environment
-from fullshard import options as _options
 from fullshard.build import build
-from fullshard.comm import control, groups
+from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
 from fullshard.engine.generation import inferring
 from fullshard.engine.inference import Kept
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
-from fullshard.options import Options
+from fullshard.options import TABLE, Options, parse
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import Plan, make_plan
 from fullshard.plan.units import Unit, find_units
@@ -55,124 +54,107 @@ def shard(
     strategy: 'zero3' (default), 'zero2', 'zero1', 'replicate', or 'hybrid' (shard inside, replicate across).
     precision: 'fp32', 'bf16', 'fp16', or an fs.Precision.
     mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks. For a model that is
-        tensor-parallel already, its other axis: mesh['dp'], or the whole mesh, if its axes have names.
+        tensor-parallel already, its other axis: mesh['dp'], or the entire mesh, if its axes have names.
     units: None finds them; or module classes; or a function of a module that returns a bool.
-    checkpoint_activations: compute the activations of each block again in backward.
+    checkpoint_activations: recompute the activations of each block in backward.
     ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
     initial: 'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.
     materialize: for a meta-device model, a function that initialises one module's own tensors.
-    device: where shards and buffers go, unit by unit, so that no device holds the whole of a model that was
-        built on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
+    device: where shards and buffers go, unit by unit, so that no device holds all of a model that was built
+        on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
         kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
-    reduce: 'exchange' sends gradients all-to-all and sums them in fp32 where they arrive; 'scatter' sends
-        fp32, summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+    reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
+        summed on the way by the backend; 'auto' takes the one that sends less between nodes.
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
         masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
-    return shard_with(
-        NO_INTEGRATION,
-        model,
-        mesh=mesh,
-        strategy=strategy,
-        precision=precision,
-        units=units,
-        ignore=ignore,
-        checkpoint_activations=checkpoint_activations,
-        initial=initial,
-        materialize=materialize,
-        device=device,
-        check_gradients=check_gradients,
-        prefetch=prefetch,
-        keep_full=keep_full,
-        reduce=reduce,
-        across=across,
-    )
+    given = {name: value for name, value in locals().items() if name != "model"}
+    return shard_with(NO_INTEGRATION, model, **given)
 
 
-def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
-    """`shard` with what an integration hands in. `options` are those of `shard`."""
+def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **given: Any) -> M:
+    """`shard` for an integration, with its policies. `given` are options of `shard`."""
     control.start()
-    found: _Found | None = None
+    request: _Request | None = None
     problem: FullshardError | None = None
     grid: torch.Tensor | None = None
-    beside: list[int] | None = None
+    tp_ranks: list[int] | None = None
     try:
-        grid, beside = _ranks(model, mesh, options.get("strategy", "zero3"))
-        said = _options.parse(integration=integration, **options)
-        found = _look_at(model, said, grid)
-        said = found.said
+        grid, tp_ranks = _ranks(model, mesh, given.get("strategy", TABLE["strategy"].default))
+        request = _examine(model, parse(integration=integration, **given), grid)
     except FullshardError as error:
         problem = error
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
         problem = ModelError(f"{type(error).__name__} while looking at the model: {error}", "See its cause.")
         problem.__cause__ = error
-    control.raise_together_first(problem, grid, beside)
-    assert found is not None
-    if found.device.type == "cuda":
+    control.raise_together_first(problem, grid, tp_ranks)
+    assert request is not None
+    options, device = request.options, request.device
+    if device.type == "cuda":
         environment.let_segments_grow()
-    comm = Comm(found.device, found.grid, two_level=said.across == "shard")
-    if beside is not None:
-        comm.join(control.World(comm, beside))
-    _agree_on_model(comm, model, found.units, said)
-    build(model, found.units, comm, said)
-    if found.moves:
-        model.to(found.device)  # what modules keep beside parameters and buffers: a metric its sums
-    if found.device.type == "cuda":
-        torch.cuda.empty_cache()  # the whole model was there a moment ago
+    comm = Comm(device, request.grid, two_level=options.across == "shard")
+    if tp_ranks is not None:
+        comm.join(control.World(comm, tp_ranks))
+    _agree_on_model(comm, model, request.units, options)
+    build(model, request.units, comm, options)
+    if request.moves:
+        model.to(device)  # state of modules that is neither parameter nor buffer, such as a metric's sums
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # it held the unsharded model until now
     return model
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What this rank sees before it speaks to the others."""
+class _Request:
+    """What a rank determines by itself, before the ranks compare anything."""
 
     device: torch.device
-    moves: bool  # the model is elsewhere
+    moves: bool  # the model is on another device
     grid: torch.Tensor
-    said: Options
+    options: Options
     units: list[Unit]
 
 
 def _ranks(model: nn.Module, mesh: DeviceMesh | None, strategy: str) -> tuple[torch.Tensor, list[int] | None]:
-    """The grid of ranks to shard over, and beside it the ranks of this rank's tensor-parallel group."""
+    """The grid of ranks to shard over, and the ranks of this rank's tensor-parallel group, if it has one."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"fs.shard got a {type(model).__name__}, not a torch module", "Pass the model.")
     parallel = tensor_parallel.mesh_of(model)
     if parallel is None:
-        return groups.rank_grid(mesh, strategy == "hybrid"), None
+        return topology.rank_grid(mesh, strategy == "hybrid"), None
     if mesh is None:
         raise OptionError(
             f"parameter {tensor_parallel.first_cut_name(model)!r} is a DTensor: over which ranks to shard is "
             "not known",
             "Give the mesh axis to shard over: mesh=mesh['dp'].",
         )
-    grid = groups.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
+    grid = topology.rank_grid(tensor_parallel.axes_to_shard(mesh, parallel), strategy == "hybrid")
     return grid, tensor_parallel.tp_ranks_of(parallel, grid, tensor_parallel.first_cut_name(model))
 
 
-def _look_at(model: nn.Module, said: Options, grid: torch.Tensor) -> _Found:
+def _examine(model: nn.Module, options: Options, grid: torch.Tensor) -> _Request:
     where = _model_device(model)
-    device = environment.compute_device(said.device or where)
+    device = environment.compute_device(options.device or where)
     moves = device != environment.compute_device(where)
     if moves and tensor_parallel.mesh_of(model) is not None:
         raise OptionError(
             f"device={str(device)!r} for a tensor-parallel model on {where}",
-            "Leave out device: such a model is where its mesh is.",
+            "Leave out device: such a model stays on the device of its mesh.",
         )
     _refuse_unfit(model)
-    said = replace(said, on_gpu=device.type == "cuda", reduce=_way_to_reduce(said, grid, device))
-    return _Found(device, moves, grid, said, find_units(model, said))
+    options = replace(options, on_gpu=device.type == "cuda", reduce=_way_to_reduce(options, grid, device))
+    return _Request(device, moves, grid, options, find_units(model, options))
 
 
-def _way_to_reduce(said: Options, grid: torch.Tensor, device: torch.device) -> str:
-    if said.reduce != "auto":
-        return said.reduce
-    wire = said.precision.wire or said.precision.compute or torch.float32
-    sum_bytes = said.precision.reduce.itemsize
-    return "scatter" if groups.sums_on_the_way(grid, device, wire.itemsize, sum_bytes) else "exchange"
+def _way_to_reduce(options: Options, grid: torch.Tensor, device: torch.device) -> str:
+    if options.reduce != "auto":
+        return options.reduce
+    wire = options.precision.wire or options.precision.compute or torch.float32
+    sum_bytes = options.precision.reduce.itemsize
+    return "scatter" if topology.scatter_sends_less(grid, device, wire.itemsize, sum_bytes) else "exchange"
 
 
 def plan(
@@ -191,7 +173,7 @@ def plan(
         return runtime.plan
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
-    said = _options.parse(
+    options = parse(
         strategy=strategy,
         precision=precision,
         units=units,
@@ -200,15 +182,15 @@ def plan(
         on_gpu=environment.compute_device(_model_device(model)).type == "cuda",
     )
     parallel = tensor_parallel.mesh_of(model)
-    beside = 1 if parallel is None else parallel.size()
-    return make_plan(model, ranks or max(1, groups.rank_count() // beside), said)
+    tp_size = 1 if parallel is None else parallel.size()
+    return make_plan(model, ranks or max(1, groups.rank_count() // tp_size), options)
 
 
 @contextmanager
 def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
-    """Parameters of `module` hold their whole values, for reading or editing. All ranks must enter.
+    """Inside, parameters of `module` hold their unsharded values, to read or to edit. All ranks must enter.
 
-    With writeback, edits count; where ranks leave different values behind, the first rank's are kept.
+    With `writeback`, edits are kept; where the ranks' edits differ, the first rank's values are used.
     """
     runtime = runtime_of(module, used=False)
     inside = {id(p) for p in module.parameters()}
@@ -221,13 +203,13 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
 def inference(model: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
     """Evaluation and generation: no gradients, and units are gathered once and stay full while memory allows.
 
-    memory: bytes for full values, the least that any rank gives; 'all', or 0 for none. None is half of what
-        is free on the device, or on the host the same share for each of its ranks.
+    memory: bytes for full values, of which the smallest value of any rank counts; 'all', or 0 for none. None
+        is half of what is free on the device; on a host, its ranks share that equally.
 
-    All ranks must enter. Inside, each rank may run any number of forwards on any path, and `generate`. Where
-    everything stays full (`with fs.inference(model) as kept:`, `kept.everything`) no rank waits for another;
-    where not, a rank that needs a unit waits until all others need one or leave, and they leave together.
-    Parameters must not change inside, and backward and optimizer steps are refused.
+    All ranks must enter. Inside, each rank may run any number of forwards on any path, and `generate`. If
+    everything stays full (`with fs.inference(model) as kept:`, `kept.everything`), no rank waits for another.
+    If not, a rank that needs a unit waits until all others need one or leave, and they leave together.
+    Parameters must not change inside; backward and optimizer steps raise an error.
     """
     runtime = runtime_of(model)
     if runtime.gathering.inference is None:
@@ -255,15 +237,15 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 def even_batches(batches: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
     """The same number of steps on every rank, however many batches each has.
 
-    A rank that has run out gets its last batch again, and its backward counts nothing: gradients are
-    the mean over the ranks that still have data. Costs one small agreement a batch. In an evaluation leave
-    out what comes of a batch while `repeated` of the returned iterator is true.
+    A rank that has run out gets its last batch again, and its gradients do not count: they are the mean over
+    the ranks that still have data. Costs one small message per batch. In an evaluation, leave out the results
+    of a batch while `repeated` of the returned iterator is true.
     """
     return EvenBatches(batches, model)
 
 
 class EvenBatches(Iterator[Batch]):
-    """What fs.even_batches hands out."""
+    """The iterator that fs.even_batches returns."""
 
     def __init__(self, batches: Iterable[Batch], model: nn.Module) -> None:
         # Shared with the steps. They must not hold this object: a cycle would outlive a loop that is left.
@@ -272,7 +254,7 @@ class EvenBatches(Iterator[Batch]):
 
     @property
     def repeated(self) -> bool:
-        """The batch handed out last is one that this rank had before, because others still have data."""
+        """The last batch is one that this rank has had before, because others still have data."""
         return self._repeated[0]
 
     def __next__(self) -> Batch:
@@ -322,7 +304,7 @@ def _model_device(model: nn.Module) -> torch.device:
     devices = {t.device for _, t in tensors if not t.is_meta}
     if len(devices) > 1:
         where = {str(t.device): name for name, t in reversed(tensors)}
-        raise ModelError(f"the model lies on several devices: {where}", "Move it to one device first.")
+        raise ModelError(f"the model is on several devices: {where}", "Move it to one device first.")
     return devices.pop() if devices else torch.device("meta" if tensors else "cpu")
 
 
@@ -342,20 +324,10 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise ModelError("the model has no parameters", "There is nothing to shard.")
 
 
-def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Options) -> None:
-    """Ranks that built different models, or asked for different things, are told apart by name."""
-    asked = (
-        "strategy",
-        "precision",
-        "checkpoint_activations",
-        "initial",
-        "check_gradients",
-        "prefetch",
-        "keep_full",
-        "reduce",
-        "across",
-    )
-    rows = [f"option {name}={getattr(said, name)!r}" for name in asked]
+def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], options: Options) -> None:
+    """If ranks built different models or passed different options, raise an error that names the first."""
+    agreed = [option.name for option in TABLE.values() if option.agreed]
+    rows = [f"option {name}={getattr(options, name)!r}" for name in agreed]
     for unit in units:
         for m in unit.members:
             kind = "trainable" if m.parameter.requires_grad else "frozen"
@@ -379,7 +351,7 @@ def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], said: Optio
 
 
 def _first_difference(mine: list[str], first: list[str]) -> tuple[str, str]:
-    """The first row that only one side has; an inserted row is not blamed on the one behind it."""
+    """The first row that only one side has; an inserted row is not reported as a change of the next one."""
     pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
     here, there = next((a, b) for a, b in pairs if a != b)
     if there in mine:

@@ -1,4 +1,4 @@
-"""From units to a running engine, in one transaction: if anything raises, the module is as it was."""
+"""Builds the engine from units, in one transaction: if anything raises, the module is as it was."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
+from fullshard.engine.tensor_parallel import make_plain, restore_dtensor
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.options import Options
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import LanePlan, lanes_of, plan_of
 from fullshard.plan.units import Member, Unit
+from fullshard.policy import ValueSource
 from fullshard.state.copying import duplicate
 from fullshard.state.materialize import Materializer
 from fullshard.state.optimizer_state import show_state_shards
 from fullshard.state.state_dict import attach_state
+from fullshard.state.value_sources import (
+    GivenFunction,
+    ModuleInitializers,
+    initializer_of_enclosing_model,
+)
 
 Planned = list[tuple[LanePlan, list[Member]]]
 
@@ -36,7 +43,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     lanes_by_unit = [lanes_of(unit, comm.ranks, options) for unit in units]
     materializer, problem = None, None
     try:
-        materializer = Materializer(model, comm.device, options.materialize)
+        materializer = Materializer(model, comm.device, _value_source(model, options))
     except FullshardError as error:
         problem = error
     comm.raise_together(problem)
@@ -50,7 +57,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             _fill(unit, materializer, comm)
             lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
             live.append(_live(index, unit, planned, lanes, comm))
-            _show_resting(lanes, undo, materializer)
+            _show_sharded(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
         _move_rest(model, comm.device, undo)
         for buffer in map(tensor_parallel.local_of, model.buffers()):
@@ -69,12 +76,21 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     runtime.plan = plan
     runtime.copier = duplicate
     runtime.adopt_optimizer = show_state_shards
-    runtime.ignored = [p for p in model.parameters() if all(p is not q for q in runtime.parameters)]
+    sharded = set(map(id, runtime.parameters))
+    runtime.ignored = [p for p in model.parameters() if id(p) not in sharded]
     hooks.attach(runtime, model)
     generation.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
+
+
+def _value_source(model: nn.Module, options: Options) -> ValueSource:
+    if options.integration.values is not None:
+        return options.integration.values
+    if options.materialize is not None:
+        return GivenFunction(options.materialize)
+    return ModuleInitializers(model, (initializer_of_enclosing_model,))
 
 
 def _fill(unit: Unit, materializer: Materializer, comm: Comm) -> None:
@@ -86,8 +102,8 @@ def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None
 
 
 def _move_rest(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
-    """Buffers and ignored parameters follow the shards to their device."""
-    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays one
+    """Move buffers and ignored parameters to the device of the shards."""
+    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays shared
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -107,7 +123,7 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
         materializer.fill(modules)
     except FullshardError as error:
         problem = error
-    except Exception as error:  # noqa: BLE001  an initializer of the user's, on one rank perhaps
+    except Exception as error:  # noqa: BLE001  a user's initializer may fail on one rank only
         problem = ModelError(
             f"{type(error).__name__} while initialising the model: {error}", "See its cause."
         )
@@ -116,11 +132,11 @@ def _together(comm: Comm, materializer: Materializer, modules: list[nn.Module]) 
 
 
 def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
-    """On request: ranks must have built equal values, where they hold the same part of a parameter."""
+    """With initial='verify': raise if ranks that hold the same part of a parameter built different values."""
     digests: dict[tuple[str, Any], str] = {}
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     members = [m for unit in units for m in unit.members if not m.parameter.is_meta]
-    for member in sorted(members, key=lambda m: order[m.name]):  # the first that differs, as people count
+    for member in sorted(members, key=lambda m: order[m.name]):  # report the first in definition order
         raw = as_bytes(tensor_parallel.local_of(member.parameter).detach().cpu().contiguous())
         part = None if member.region is None else member.region.offsets
         digests[member.name, part] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
@@ -153,34 +169,36 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane], comm: Com
     slots = Slots(unit.name, unit.modules)
     sites = []
     for lane, (_, members) in zip(lanes, planned, strict=True):
-        for member, computing in zip(members, lane.compute_parameters, strict=True):
+        for member, compute in zip(members, lane.compute_parameters, strict=True):
             for module, attribute in member.sites:
-                slots.add(module, (module._parameters, attribute), member.parameter, computing, member.name)
+                slots.add(module, (module._parameters, attribute), member.parameter, compute, member.name)
                 sites.append((module, attribute))
-            for reference in member.references:
-                place = reference.container, reference.key
-                slots.add(None, place, member.parameter, computing, member.name)
+            for alias in member.aliases:
+                place = alias.container, alias.key
+                slots.add(None, place, member.parameter, compute, member.name)
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy, comm)
 
 
-def _show_resting(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
+def _show_sharded(lanes: list[Lane], undo: list[Callable[[], None]], materializer: Materializer) -> None:
     for lane in lanes:
-        # What was materialised here goes back to meta, and keeping it would keep the entire model.
+        # What was materialised here goes back to meta on failure; keeping it would keep the unsharded model.
         for parameter in lane.parameters:
             if materializer.made(parameter):
                 continue
             if tensor_parallel.is_cut(parameter):
-                twin = tensor_parallel.come_to_rest(parameter)
-                undo.append(partial(tensor_parallel.undo_rest, parameter, twin))
+                twin = make_plain(parameter)
+                undo.append(partial(restore_dtensor, parameter, twin))
             else:
                 undo.append(partial(setattr, parameter, "data", parameter.data))
         lane.show_sharded()
 
 
 def _nest(units: list[LiveUnit]) -> None:
+    """Each unit gets the units that lie inside its modules, in definition order."""
+    by_module = {unit.modules[0]: unit for unit in units[1:]}
     for unit in units[1:]:
-        inside = {id(m) for module in unit.modules for m in module.modules()}
-        unit.hold([u for u in units[1:] if u is not unit and id(u.modules[0]) in inside])
+        inside = {by_module[m] for module in unit.modules for m in module.modules() if m in by_module}
+        unit.hold(sorted(inside - {unit}, key=lambda inner: inner.index))
 
 
 def _attach_state(runtime: Runtime, model: nn.Module) -> None:

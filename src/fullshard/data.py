@@ -1,4 +1,4 @@
-"""Which samples a step trains on: a function of the seed and the step, never of the number of ranks."""
+"""Which samples a step trains on: a function of the seed and the step, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 Places = np.ndarray[Any, np.dtype[np.uint64]]
 
 _ROUNDS = 12  # with 8, the orders of five samples were not equally likely
-_ORDER = 1  # goes up when the same seed gives another order: a resume across that would be wrong
+_ORDER = 1  # increased when the same seed gives another order, across which resuming would be wrong
 
 
 class Batches:
-    """The samples of every step, from the seed and the step alone; gives a rank its share of each batch.
+    """A batch sampler whose batches depend on the seed and the step alone; each rank gets its share of them.
 
         batches = fs.Batches(len(dataset), batch_size=64)
         loader = DataLoader(dataset, batch_sampler=batches, num_workers=4)
@@ -32,27 +32,27 @@ class Batches:
             ...
             fs.save(f"{root}/step-{step}", model, optimizer, extra={"batches": batches.state()})
 
-    batch_size: of the global batch, all ranks together; the number of ranks must divide it.
-    shuffle: every epoch has an order of its own. False takes the samples as they come.
-    drop_last: leave out what is over when an epoch's samples do not fill the last batch. False fills that
-        batch with the first samples of the next epoch, so that every sample comes once an epoch and all
-        batches are full; the last batch of the last epoch is filled from one epoch more.
-    epochs: after so many the batches end; None goes on for ever. len() is the steps of all epochs.
-    rank, ranks: from torch.distributed, or torchrun, unless given.
+    batch_size: of the global batch, over all ranks; must be a multiple of the number of ranks.
+    shuffle: every epoch has its own order. False takes the samples in order.
+    drop_last: drop the samples of an epoch that do not fill a batch. False completes that batch with samples
+        of the next epoch, so that every sample comes once per epoch and all batches are full; the last batch
+        of the last epoch is completed from one more epoch.
+    epochs: the number of epochs; None is endless. len() is the number of steps of all epochs.
+    rank, ranks: by default those of torch.distributed, or torchrun.
 
-    The order is a keyed permutation that is computed for any position by itself: no list of the samples is
-    made, whatever their number, and no version of torch or numpy changes it. A step is one batch of the
-    loader: with micro-batches from the loader it is one micro-batch, so save when a whole step is done.
+    The order is a keyed permutation that is computed for each position independently: no list of samples is
+    built, whatever their number, and the order does not depend on the version of torch or numpy. A step is
+    one batch of the loader: if it yields micro-batches, save after the last one of an optimizer step.
 
     Worker processes fetch ahead, so only the loop knows which batches were used. `steps` counts them. A
     torchdata StatefulDataLoader counts them itself: save and load its own state instead, with or without
-    `steps`. That state has this rank's worker seeds in it, so it differs by rank; save `state()` beside it
-    to go on with another number of ranks.
+    `steps`. That state includes this rank's worker seeds, so it differs between ranks; save `state()` as well
+    to resume on another number of ranks.
 
     After fs.load on as many ranks, random numbers drawn by the model, the loop and a loader without workers
-    go on exactly, if the loop is over `steps`: a loader that begins draws a seed, and shifts them otherwise.
-    Those drawn in worker processes begin anew: derive them from the sample's index, or give a
-    StatefulDataLoader's dataset a state_dict with the generators in it.
+    continue exactly if the loop is over `steps`; otherwise the seed that a starting loader draws shifts them.
+    Those drawn in worker processes start anew: derive them from the sample's index, or give the dataset of a
+    StatefulDataLoader a state_dict with its generators.
     """
 
     def __init__(
@@ -67,46 +67,46 @@ class Batches:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        self._num_samples = _whole(num_samples, "num_samples", 1)
-        self._batch_size = _whole(batch_size, "batch_size", 1)
-        self._seed, self._shuffle, self._drop_last = _whole(seed, "seed"), bool(shuffle), bool(drop_last)
+        self._num_samples = _integer(num_samples, "num_samples", 1)
+        self._batch_size = _integer(batch_size, "batch_size", 1)
+        self._seed, self._shuffle, self._drop_last = _integer(seed, "seed"), bool(shuffle), bool(drop_last)
         self._given_place = _given_place(rank, ranks)
         if drop_last and batch_size > num_samples:
             raise OptionError(
                 f"a batch of {batch_size} is never full with {num_samples} samples, and drop_last is set",
-                "Give a smaller batch_size, or drop_last=False to go on into the next epoch.",
+                "Give a smaller batch_size, or drop_last=False to continue into the next epoch.",
             )
-        self._num_steps = None if epochs is None else self._steps_of(_whole(epochs, "epochs", 1))
-        self._share()  # what is wrong already is said now
+        self._num_steps = None if epochs is None else self._steps_of(_integer(epochs, "epochs", 1))
+        self._share()  # raises now if the batch size does not fit the ranks
         self._start = self._used = self._handed_out = 0
-        self._counting = False  # is `steps` counting what the loop has used?
-        self._pass = 0  # goes up with every resume
+        self._counting = False  # whether `steps` counts what the loop has used
+        self._pass = 0  # increased by every resume
         self._holder: _Position | None = None  # the iterator that has handed out batches in this pass
 
     def __len__(self) -> int:
-        """Steps of the whole run, the same before and after a resume."""
-        if self._num_steps is None:  # what Python expects of something without a length
-            raise TypeError("fs.Batches without epochs has no len(): it goes on for ever")
+        """The steps of all epochs, the same before and after a resume."""
+        if self._num_steps is None:  # Python's convention for an object without a length
+            raise TypeError("fs.Batches without epochs has no len(): it is endless")
         return self._num_steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's indices, batch after batch; for a DataLoader."""
+        """This rank's indices, batch by batch, for a DataLoader."""
         return _Position(self)
 
     def indices(self, step: int) -> list[int]:
-        """The global batch of a step. Rank r of R has the r-th of its R equal parts."""
-        return self._samples(_whole(step, "step", 0), 0, self._batch_size)
+        """The global batch of a step. Rank r of R gets the r-th of its R equal parts."""
+        return self._samples(_integer(step, "step", 0), 0, self._batch_size)
 
     def steps(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """(step, batch) for each batch of the loader, from where the last resume or loop left off.
+        """(step, batch) for each batch of the loader, from where the last resume or loop stopped.
 
-        A batch counts as used from the moment that the loop has it: call `state()` when its step is done.
-        torch's random numbers are as they were after the loader has begun, which draws a seed from them.
+        A batch counts as used once the loop has it: call `state()` after its step. Starting the loader draws
+        a seed from torch's generator, whose state is restored afterwards.
         """
         if self._counting:
             self.resume(self._used)
         random_numbers = torch.get_rng_state()
-        iterator = iter(loader)  # one with a state of its own moves us now
+        iterator = iter(loader)  # a stateful loader sets our position here
         torch.set_rng_state(random_numbers)
         self._counting, here = True, self._pass
         for batch in iterator:
@@ -119,8 +119,8 @@ class Batches:
             yield self._used - 1, batch
 
     def state(self) -> dict[str, Any]:
-        """Where to go on, for fs.save's `extra`: after the batch that the loop over `steps` has now."""
-        # Not named state_dict: with both names here, torchdata would take what was fetched ahead for it.
+        """The position after the batch that the loop over `steps` has now, for `extra` of fs.save."""
+        # Not named state_dict: torchdata would call it, and save a position that includes prefetched batches.
         if self._holder is not None and not self._counting:
             raise StateError(
                 "a loader fetches ahead, so fs.Batches does not know which batches were used",
@@ -129,9 +129,9 @@ class Batches:
         return self._described(self._used)
 
     def resume(self, state: Mapping[str, Any] | int) -> int:
-        """Go on where a state was taken, or at a step; returns the step. Iterators made before are void."""
+        """Continue from a state, or from a step; returns the step. Earlier iterators become invalid."""
         step = self._checked(state) if isinstance(state, Mapping) else state
-        self._start = self._used = self._handed_out = _whole(step, "step", 0)
+        self._start = self._used = self._handed_out = _integer(step, "step", 0)
         self._counting, self._pass, self._holder = False, self._pass + 1, None
         return self._start
 
@@ -164,13 +164,13 @@ class Batches:
         return state["step"]
 
     def _give(self, position: _Position) -> list[int]:
-        """This rank's share of the batch at a position. One iterator a pass, or samples would come twice."""
+        """This rank's share of a batch. Only one iterator per pass, so that no sample comes twice."""
         if position.of_pass != self._pass:
             raise StateError("this iterator was made before the batches were resumed", "Make a new one.")
         if self._holder not in (None, position):
             raise StateError(
                 f"these batches were handed out already, from step {self._start} on",
-                "Loop over batches.steps(loader), which goes on where it was left; for another pass call "
+                "Loop over batches.steps(loader), which continues where it stopped; for another pass call "
                 "batches.resume(0) first.",
             )
         if self._num_steps is not None and position.step >= self._num_steps:
@@ -178,7 +178,7 @@ class Batches:
         share = self._share()
         if position.share not in (None, share):
             raise StateError(
-                f"batches were handed out for ranks of {position.share}, and now it is {share}",
+                f"batches were handed out for the share {position.share}, and now it is {share}",
                 "Start the process group before the loader, or give rank and ranks.",
             )
         indices = self._samples(position.step, *share)
@@ -187,7 +187,7 @@ class Batches:
         return indices
 
     def _share(self) -> tuple[int, int]:
-        """First and last of this rank's samples in a global batch."""
+        """The range of this rank's samples in a global batch."""
         rank, ranks = self._given_place or _place()
         if self._batch_size % ranks:
             raise OptionError(
@@ -208,15 +208,15 @@ class Batches:
             offset = within * self._batch_size + first
         else:
             epoch, offset = divmod(step * self._batch_size + first, self._num_samples)
-        found: list[int] = []
-        while (left := last - first - len(found)) > 0:  # once, unless the batch goes on into another epoch
+        samples: list[int] = []
+        while (left := last - first - len(samples)) > 0:  # once, unless the batch continues in the next epoch
             stop = min(offset + left, self._num_samples)
-            found += self._order(epoch, offset, stop)
+            samples += self._order(epoch, offset, stop)
             epoch, offset = epoch + 1, 0
-        return found
+        return samples
 
     def _order(self, epoch: int, start: int, stop: int) -> list[int]:
-        """What lies at these places of an epoch."""
+        """The samples at these positions of an epoch."""
         if not self._shuffle:
             return list(range(start, stop))
         text = f"fullshard batches {self._seed} {epoch}"
@@ -228,7 +228,7 @@ class Batches:
 
 
 class _Position:
-    """A place in the batches. torchdata's StatefulDataLoader keeps its state with each batch it asks for."""
+    """A position in the batches. torchdata's StatefulDataLoader keeps its state with each batch."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -251,18 +251,18 @@ class _Position:
 
 
 def _permuted(places: Places, size: int, keys: Places) -> Places:
-    """Where a keyed permutation of range(size) sends these places.
+    """These positions under a keyed permutation of range(size).
 
-    A Feistel network: a place is written as two digits, and each round adds a hash of one digit to the other,
-    which can be undone. The digits' bases are about the root of size, so that few places lie beyond it; such
-    a place is sent on until it is inside, which keeps all of it one to one.
+    A Feistel network: a position is written as two digits, and each round adds a hash of one digit to the
+    other, which is invertible. The bases are about the square root of size, so that few results lie beyond
+    size; these are permuted again until they are inside, which preserves the bijection.
     """
     high_base = math.isqrt(size - 1) + 1
     bases = np.uint64(high_base), np.uint64(-(-size // high_base))
-    found = _rounds(places, bases, keys)
-    while (outside := found >= size).any():
-        found[outside] = _rounds(found[outside], bases, keys)
-    return found
+    permuted = _rounds(places, bases, keys)
+    while (outside := permuted >= size).any():
+        permuted[outside] = _rounds(permuted[outside], bases, keys)
+    return permuted
 
 
 def _rounds(places: Places, bases: tuple[np.uint64, np.uint64], keys: Places) -> Places:
@@ -274,7 +274,7 @@ def _rounds(places: Places, bases: tuple[np.uint64, np.uint64], keys: Places) ->
 
 
 def _mixed(values: Places) -> Places:
-    """The last step of SplitMix64: every bit of the input changes half of the output."""
+    """The finalizer of SplitMix64: flipping one input bit changes about half of the output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -292,12 +292,12 @@ def _given_place(rank: int | None, ranks: int | None) -> tuple[int, int] | None:
     return rank, ranks
 
 
-def _whole(value: Any, name: str, least: int | None = None) -> int:
+def _integer(value: Any, name: str, least: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or (least is not None and number < least):
         at_least = "" if least is None else f" of at least {least}"
-        raise OptionError(f"{name} is {value!r}", f"Give a whole number{at_least}.")
+        raise OptionError(f"{name} is {value!r}", f"Give an integer{at_least}.")
     return number

@@ -1,4 +1,4 @@
-"""Who we are: the only reader of the environment."""
+"""This process and its host: the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.errors import OptionError
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said about this process; a world of one when it said nothing."""
+    """What the launcher set for this process; a world of one if it set nothing."""
 
     rank: int = 0
     ranks: int = 1
@@ -32,7 +32,7 @@ def launch() -> Launch:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if os.environ.get(name)]
     if not ({"RANK", "WORLD_SIZE"} & set(given)):
-        return Launch(stall_timeout_s=stall)  # an address alone says nothing about ranks
+        return Launch(stall_timeout_s=stall)  # an address alone does not define ranks
     missing = [name for name in names if name not in given]
     rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
     if missing and not ("WORLD_SIZE" in given and ranks == 1):
@@ -57,16 +57,16 @@ def launch() -> Launch:
 
 def fill_in(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
     """For a launcher that starts ranks and sets only some of torchrun's variables: set the others."""
-    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
-    for name, value in said.items():
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))
 
 
 def compute_device(device: torch.device) -> torch.device:
     """Where shards live, for the device of a model: a meta model goes to this rank's GPU, or the CPU.
 
-    'cuda' alone is this rank's GPU too. Not the current one, as torch has it: where nobody has set that, all
-    ranks of a host would take the first. 'cpu:0' is the CPU: torch calls it unlike 'cpu', where tensors are.
+    'cuda' alone is this rank's GPU too. Not the current device, as in torch: where nobody has set that, all
+    ranks of a host would take the first. 'cpu:0' becomes 'cpu', to which torch compares it as unequal.
     """
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,51 +78,52 @@ def compute_device(device: torch.device) -> torch.device:
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, and what a container's quota allows."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     try:
-        found = len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
-        found = os.cpu_count() or 1
+        count = os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(found, int(quota) // int(period)))
+        return max(1, min(count, int(quota) // int(period)))
     except (OSError, ValueError):  # no cgroup, or "max"
-        return max(1, found)
+        return max(1, count)
 
 
 def set_default_variables(variables: dict[str, str]) -> list[str]:
-    """Set environment variables for processes that are started from here; which ones the user had not set."""
+    """Set environment variables that the user has not set, for processes that are started from here; returns
+    their names."""
     new = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in new})
     return new
 
 
 def torchrun_defaults() -> dict[str, str]:
-    """Options of torchrun that its PET_ variables give."""
-    found = {name: value for name, value in os.environ.items() if name.startswith("PET_")}
-    return {name.removeprefix("PET_").lower(): value for name, value in found.items()}
+    """Options of torchrun from its PET_ variables."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("PET_")}
+    return {name.removeprefix("PET_").lower(): value for name, value in given.items()}
 
 
 def let_segments_grow() -> None:
-    """Have CUDA's allocator grow its segments instead of adding new ones, unless the user decided himself.
+    """Have CUDA's allocator grow its segments instead of adding new ones, unless the user configured it.
 
     Full values, gradients and activations of different sizes come and go in turns, which leaves holes in
     segments of fixed size. With this, 2 to 22 % above the allocated peak was reserved (docs/benchmarks.md).
     """
-    said = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    configured = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if not said and change is not None and torch.cuda.is_available():
+    if not configured and change is not None and torch.cuda.is_available():
         change("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:
     """Memory that this rank may still take on its device: its share of what is free there now."""
-    said = launch()
+    launched = launch()
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free // -(-said.local_ranks // torch.cuda.device_count()) + cached
-    return max(0, min(_host_free(), *_container_free())) // said.local_ranks
+        return free // -(-launched.local_ranks // torch.cuda.device_count()) + cached
+    return max(0, min(_host_free(), *_container_free())) // launched.local_ranks
 
 
 def _host_free() -> int:
@@ -135,29 +136,29 @@ def _host_free() -> int:
 
 
 def _container_free() -> list[int]:
-    """What the limits of this container leave, where there are some (control groups, versions 2 and 1)."""
+    """Free bytes by the limits of this container, where there are any (cgroups, versions 2 and 1)."""
     groups = Path("/sys/fs/cgroup")
     pairs = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
-    found = [sys.maxsize]
+    free = [sys.maxsize]
     for limit, used in pairs:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             cache = _file_cache(groups / Path(used).parent / "memory.stat")
-            found.append(int((groups / limit).read_text()) - int((groups / used).read_text()) + cache)
-    return found
+            free.append(int((groups / limit).read_text()) - int((groups / used).read_text()) + cache)
+    return free
 
 
 def _file_cache(stat: Path) -> int:
-    """Pages of files that the system gives up first."""
+    """Bytes of cached files, which the system reclaims first."""
     fields = dict(line.split() for line in stat.read_text().splitlines())
     return int(fields.get("inactive_file", 0))
 
 
 def return_memory_to_system() -> None:
-    """Give released host buffers back to the system (glibc; elsewhere nothing happens).
+    """Return released host buffers to the system (glibc; elsewhere nothing happens).
 
-    Aligned blocks that come and go leave holes that older glibc does not use again: a run that held 25 MiB
-    of tensors grew to 1500 MiB of resident memory. Asking for direct mappings instead (M_MMAP_THRESHOLD)
-    made a step a quarter slower; a trim every few passes costs nothing that shows.
+    Aligned blocks that are allocated and freed leave holes that older glibc does not reuse: a run that held
+    25 MiB of tensors grew to 1500 MiB of resident memory. Direct mappings instead (M_MMAP_THRESHOLD) made a
+    step a quarter slower; a trim every few passes has no measurable cost.
     """
     if _libc is not None:
         _libc.malloc_trim(0)

@@ -1,17 +1,17 @@
 """Every exception the package raises, each with its remedy.
 
-A message says which rank speaks, what is wrong, where, and what to do about it.
+A message names the rank that raised it, what is wrong, where, and what to do about it.
 """
 
 from __future__ import annotations
 
-_speaker = 0
+_own_rank = 0
 
 
 def report_errors_as(rank: int) -> None:
     """Messages raised from now on begin with this rank."""
-    global _speaker
-    _speaker = rank
+    global _own_rank
+    _own_rank = rank
 
 
 def unit_label(name: str) -> str:
@@ -19,12 +19,12 @@ def unit_label(name: str) -> str:
 
 
 class FullshardError(RuntimeError):
-    """The family: everything fullshard raises on purpose derives from it."""
+    """Base class of everything that fullshard raises on purpose."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         self.what = what
         self.remedy = remedy
-        self.rank = _speaker
+        self.rank = _own_rank
         text = what.rstrip(".")
         super().__init__(f"rank {self.rank}: {text}. {remedy}".rstrip())
 
@@ -41,7 +41,7 @@ class ModelError(FullshardError):
 
 
 class Uninitialised(ModelError):
-    """Tensors of a meta-device model that nothing gives values."""
+    """Tensors of a meta-device model that nothing initialises."""
 
 
 class RankMismatch(FullshardError):
@@ -53,7 +53,7 @@ class Stalled(FullshardError):
 
 
 class StateError(FullshardError):
-    """Something was asked for at a moment when it has no meaning."""
+    """A call at a moment when it has no meaning."""
 
 
 class AtRestError(FullshardError):
@@ -69,7 +69,11 @@ class OptimizerError(FullshardError):
 
 
 class CheckpointError(FullshardError):
-    """A checkpoint that cannot be written, or cannot be trusted, or belongs to another model."""
+    """A checkpoint that cannot be written, is damaged, or belongs to another model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
 class NotSupported(FullshardError):
@@ -77,4 +81,4 @@ class NotSupported(FullshardError):
 
 
 class MissingExtra(FullshardError, ImportError):
-    """A library that is not part of the core is missing, or is of a version that was never tried."""
+    """An optional library is missing, or is of a version that is not tested."""

@@ -1,4 +1,4 @@
-"""Libraries beside the core: there in a version that was tried, or an error that says what to install."""
+"""Optional libraries: present in a tested version, or an error that names what to install."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from fullshard.errors import MissingExtra
 
-# What the tests run with, as far as the first two numbers: other versions have other insides, and a door that
-# half works is worse than one that is shut. Libraries that we only call, as anybody would, are not listed.
+# Versions that the tests run with, by their first two numbers. Other versions have other internals, and an
+# integration that half works is worse than none. Libraries used by their public functions only are not here.
 TRIED: dict[str, tuple[str, ...]] = {
     "accelerate": ("1.15",),
     "transformers": ("5.22",),
@@ -25,21 +25,21 @@ def need(library: str, extra: str) -> Any:
         return import_module(library)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{library}.".startswith(f"{error.name}."):
-            raise  # it is there, and misses something of its own
+            raise  # it is installed, and one of its own dependencies is missing
         raise MissingExtra(
             f"{library.partition('.')[0]} is not installed", f"Run: pip install 'fullshard[{extra}]'"
         ) from None
 
 
 def refuse_untried(library: str) -> None:
-    """A library whose insides we reach into must be of a version that we have tests with."""
+    """Refuse other versions than tested ones of a library whose internals we use."""
     try:
-        found = version(library)
+        installed = version(library)
     except PackageNotFoundError:
         return
-    if ".".join(found.split(".")[:2]) not in TRIED[library]:
+    if ".".join(installed.split(".")[:2]) not in TRIED[library]:
         tried = " or ".join(f"{v}.*" for v in TRIED[library])
         raise MissingExtra(
-            f"{library} {found} is installed, and fullshard is tested with {tried}",
+            f"{library} {installed} is installed, and fullshard is tested with {tried}",
             f"Run: pip install '{library}=={TRIED[library][-1]}.*'",
         )

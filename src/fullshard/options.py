@@ -1,34 +1,45 @@
-"""The frozen options of a run, validated once."""
+"""The options of `fs.shard`: each declared once, in TABLE, and validated once, by `parse`.
+
+The agreement between ranks, the doors and the command line take names, defaults, choices and help from TABLE.
+Written out again, because editors and type checkers read no table: the signature and docstring of `fs.shard`,
+the fields of `Options` and the keys of `ShardOptions`. tests/pure/test_options.py compares them.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import precision as _precision
 from fullshard.errors import OptionError
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
-# Full values that stay between forward and backward unless told otherwise: too little to be worth a gather.
+# Full values of at most this size stay between forward and backward by default: releasing them saves too
+# little memory to be worth a second gather.
 SMALL_BYTES = 32 * 2**20
 GPU_FACTOR = 8  # on an H200 a step of a 124M GPT took 28.3 ms, and 26.5 with all of its 250 MB kept
-STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "hybrid")
+
+Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid"]
+Across = Literal["replicate", "shard"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+ACROSS: tuple[str, ...] = get_args(Across)
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
-ACROSS = ("replicate", "shard")
 
 UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `fs.shard` was asked for. Strategies are only these four release rules (design D4)."""
+    """A request to `fs.shard`, validated. A strategy is one of four release rules (design D4)."""
 
     strategy: str
     precision: Precision
@@ -37,13 +48,13 @@ class Options:
     ignore: tuple[Any, ...]
     initial: str
     materialize: Callable[[nn.Module], Any] | None
+    device: torch.device | None  # None: the model's own
     check_gradients: bool
     prefetch: bool
-    across: str  # what hybrid does with the shards of a node: the same on every node, or cut once more
-    reduce: str  # 'auto' until the ranks are known
-    device: torch.device | None  # None: the model's own
-    on_gpu: bool  # where the shards will be; small means something else there
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
+    reduce: str  # 'auto' until the ranks are known
+    across: str  # hybrid: shards are the same on every node, or are cut once more
+    on_gpu: bool  # the shards will be on a GPU: small means something else there
     integration: Integration = NO_INTEGRATION
 
     @property
@@ -65,72 +76,85 @@ class Options:
 
     @property
     def small_bytes(self) -> int:
-        """A model of so many bytes keeps the memory of its full values, unless its budget is smaller."""
+        """A model of at most this size keeps the memory of its full values, unless `keep_full` is smaller."""
         return SMALL_BYTES if self.keep_full is None else min(SMALL_BYTES, self.keep_full)
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whole local gradients may wait for the last micro-batch inside fs.accumulate."""
+        """Unsharded local gradients may accumulate until the last micro-batch inside fs.accumulate."""
         return self.strategy in ("replicate", "zero1")
 
 
-def parse(
-    *,
-    strategy: str,
-    precision: str | Precision,
-    units: Any,
-    ignore: Any,
-    checkpoint_activations: bool = False,
-    initial: str = "broadcast",
-    materialize: Callable[[nn.Module], Any] | None = None,
-    check_gradients: bool = False,
-    prefetch: bool = True,
-    across: str = "replicate",
-    reduce: str = "auto",
-    keep_full: int | str | None = None,
-    device: torch.device | str | int | None = None,
-    on_gpu: bool = False,
-    integration: Integration | None = None,
-) -> Options:
-    _one_of("strategy", strategy, STRATEGIES)
-    _one_of("initial", initial, INITIAL)
-    _one_of("reduce", reduce, REDUCE)
-    _one_of("across", across, ACROSS)
-    if across == "shard" and strategy != "hybrid":
+class ShardOptions(TypedDict, total=False):
+    """Keyword arguments of `fs.shard` that a door passes on as they are. Others have a form of their own
+    there: `precision` and `device`."""
+
+    strategy: str
+    mesh: DeviceMesh | None
+    units: Any
+    checkpoint_activations: bool
+    ignore: Any
+    initial: str
+    materialize: Callable[[nn.Module], Any] | None
+    check_gradients: bool
+    prefetch: bool
+    keep_full: int | str | None
+    reduce: str
+    across: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: `check` turns a given value into the one that `Options` holds, or raises OptionError.
+
+    Without a check of its own, an option takes one of its choices, or a bool.
+    """
+
+    name: str
+    default: Any
+    help: str
+    check: Callable[[Any], Any] | None = None
+    choices: tuple[str, ...] = ()
+    agreed: bool = True  # must be equal on all ranks; False for objects that ranks cannot compare
+
+    def parsed(self, value: Any) -> Any:
+        if self.check is not None:
+            return self.check(value)
+        return _one_of(self.name, self.choices, value) if self.choices else _flag(self.name, value)
+
+
+def parse(*, on_gpu: bool = False, integration: Integration | None = None, **given: Any) -> Options:
+    """Validated options; those that are not given have their defaults."""
+    for name in given:
+        if name not in TABLE:
+            near = get_close_matches(name, TABLE, 1)
+            meant = f"Did you mean {near[0]!r}? " if near else ""
+            raise OptionError(f"unknown option {name!r}", f"{meant}Options are {', '.join(TABLE)}.")
+    values = {name: option.parsed(given.get(name, option.default)) for name, option in TABLE.items()}
+    if values["across"] == "shard" and values["strategy"] != "hybrid":
         raise OptionError(
-            f"across='shard' with strategy {strategy!r}", "It is what strategy='hybrid' does between nodes."
+            f"across='shard' with strategy {values['strategy']!r}",
+            "It applies between the nodes of strategy='hybrid'.",
         )
-    for name, flag in (
-        ("checkpoint_activations", checkpoint_activations),
-        ("check_gradients", check_gradients),
-        ("prefetch", prefetch),
-    ):
-        if not isinstance(flag, bool):
-            raise OptionError(f"{name} is {flag!r}, which is neither True nor False", "Give a bool.")
-    if materialize is not None and not callable(materialize):
-        raise OptionError(f"materialize is {materialize!r}", "Give a function of one module.")
-    return Options(
-        strategy=strategy,
-        precision=_precision.parse(precision),
-        units=_units(units),
-        checkpoint_activations=checkpoint_activations,
-        ignore=_ignore(ignore),
-        initial=initial,
-        materialize=materialize,
-        check_gradients=check_gradients,
-        prefetch=prefetch,
-        across=across,
-        reduce=reduce,
-        keep_full=_keep_full(keep_full),
-        device=_device(device),
-        on_gpu=on_gpu,
-        integration=integration or NO_INTEGRATION,
-    )
+    return Options(**values, on_gpu=on_gpu, integration=integration or NO_INTEGRATION)
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _one_of(name: str, known: tuple[str, ...], value: Any) -> str:
     if not isinstance(value, str) or value not in known:
         raise OptionError(f"unknown {name} {value!r}", f"Choose one of {', '.join(map(repr, known))}.")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}, which is neither True nor False", "Give a bool.")
+    return value
+
+
+def _materialize(value: Any) -> Callable[[nn.Module], Any] | None:
+    if value is not None and not callable(value):
+        raise OptionError(f"materialize is {value!r}", "Give a function of one module.")
+    return value  # type: ignore[no-any-return]
 
 
 def _keep_full(value: Any) -> int | None:
@@ -184,3 +208,82 @@ def _ignore(ignore: Any) -> tuple[Any, ...]:
         if not isinstance(entry, kinds):
             raise OptionError(f"ignore contains {entry!r}", "Give modules, parameters or names.")
     return entries
+
+
+TABLE: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option(
+            "strategy",
+            "zero3",
+            "'zero3' (default), 'zero2', 'zero1', 'replicate', or 'hybrid' (shard inside, replicate across).",
+            choices=STRATEGIES,
+        ),
+        Option("precision", "fp32", "'fp32', 'bf16', 'fp16', or an fs.Precision.", _precision.parse),
+        Option(
+            "units",
+            None,
+            "None finds them; or module classes; or a function of a module that returns a bool.",
+            _units,
+            agreed=False,
+        ),
+        Option("checkpoint_activations", False, "recompute the activations of each block in backward."),
+        Option(
+            "ignore",
+            (),
+            "modules, parameters or names that stay as they are on every rank, unsynchronised.",
+            _ignore,
+            agreed=False,
+        ),
+        Option(
+            "initial",
+            "broadcast",
+            "'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.",
+            choices=INITIAL,
+        ),
+        Option(
+            "materialize",
+            None,
+            "for a meta-device model, a function that initialises one module's own tensors.",
+            _materialize,
+            agreed=False,
+        ),
+        Option(
+            "device",
+            None,
+            "where shards and buffers go, unit by unit, so that no device holds all of a model that was "
+            "built on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the "
+            "GPU.",
+            _device,
+            agreed=False,
+        ),
+        Option(
+            "check_gradients",
+            False,
+            "raise on all ranks when a gradient is not finite, naming rank and parameter.",
+        ),
+        Option("prefetch", True, "gather the next unit while this one computes."),
+        Option(
+            "keep_full",
+            None,
+            "bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each "
+            "kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.",
+            _keep_full,
+        ),
+        Option(
+            "reduce",
+            "auto",
+            "'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32, "
+            "summed on the way by the backend; 'auto' takes the one that sends less between nodes.",
+            choices=REDUCE,
+        ),
+        Option(
+            "across",
+            "replicate",
+            "for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so "
+            "that masters and optimizer state are spread over all ranks, and each step gathers them between "
+            "nodes once.",
+            choices=ACROSS,
+        ),
+    )
+}

@@ -150,7 +150,7 @@ def _sound(root: Path, model: Any, optimizer: Any, allowed: tuple[int, ...]) -> 
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*random numbers were left")  # other ranks than saved
-        warnings.filterwarnings("error", message=".*passed over")
+        warnings.filterwarnings("error", message=".*is skipped")
         newest = fs.latest(root)
         assert newest is not None, f"no checkpoint in {root}: {os.listdir(root)}"
         crashes.forget(model, optimizer)
@@ -318,7 +318,7 @@ def test_folder_whose_manifest_was_only_begun_is_never_given_a_name(tmp_path: Pa
         (tmp_path / HIDDEN / "fullshard.json").write_bytes(whole[:written])
         assert fs.latest(tmp_path) is None
         assert commit.find(tmp_path / "step-1") == tmp_path / "step-1"
-    commit.settle(tmp_path)
+    commit.clean_up(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -334,10 +334,10 @@ def test_checkpoint_under_a_hidden_name_is_found_by_its_own_and_given_it_by_the_
     assert ranks.run(_look_at, 1, tmp_path) == [OLD]
     (tmp_path / "step-1").mkdir()  # somebody has put something else there
     (tmp_path / "step-1" / "notes").touch()
-    commit.settle(tmp_path)
+    commit.clean_up(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [HIDDEN, "step-1"]
     shutil.rmtree(tmp_path / "step-1")
-    commit.settle(tmp_path)
+    commit.clean_up(tmp_path)
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -491,7 +491,7 @@ class Replay:
             crashes.age(root)
             recorder = Recorder(root.parent.parent)
             with crashes.using(recorder):
-                commit.settle(root)
+                commit.clean_up(root)
             assert crashes.hidden(root) == [], what
             self._look(root, must_be_new)
             self._save_on(root)

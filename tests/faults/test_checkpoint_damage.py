@@ -70,7 +70,7 @@ class Run:
 
     def save(self, folder: Path, files: str, seed: int) -> None:
         import fullshard as fs
-        from fullshard.checkpoint import writing
+        from fullshard.checkpoint.saving import writing
 
         large = torch.randn(100_000, generator=torch.Generator().manual_seed(seed))
         extra = {"step": seed, "large": large, "mine": {"rank": my_rank(), "order": large + my_rank()}}
@@ -350,7 +350,7 @@ def test_two_hundred_damages_are_all_found_on_both_ranks(tmp_path: Path, files: 
 
 def _unchecked_campaign(root: Path) -> Report:
     """The same campaign against a load that does not look at checksums."""
-    from fullshard.checkpoint import reading
+    from fullshard.checkpoint.loading import reading
 
     checked, reading.Blocks._fill_checked = reading.Blocks._fill_checked, reading.Blocks._fill
     try:
@@ -372,7 +372,7 @@ def test_campaign_notices_a_load_that_does_not_check_blocks(tmp_path: Path) -> N
 
 def _damage_for_one(root: Path, files: str) -> dict[str, tuple[str, bool]]:
     """What both ranks say to damage in the part of a file that only the second one reads."""
-    from fullshard.checkpoint import reading
+    from fullshard.checkpoint.loading import reading
 
     Run.trained(1, 1024, 1).save(root / "sound", files, 1)
     run, found = Run.trained(2, 1024, 1), {}
@@ -463,7 +463,7 @@ def test_damaged_optimizer_file_is_no_matter_to_a_load_without_the_optimizer(tmp
 
 def _counted(root: Path) -> dict[str, Any]:
     """Loads, and counts how often each byte was read."""
-    from fullshard.checkpoint import reading
+    from fullshard.checkpoint.loading import reading
 
     saved = Run.trained(1)
     saved.save(root / "sound", "shared", 1)

@@ -132,7 +132,7 @@ def _in_trouble(root: Path, cases: list[tuple[str, int, str]]) -> list[tuple[Ref
         crashes.fill(model, optimizer, NEW)
         before = crashes.contents(folder)
         # As in a process that has not tried yet whether ranks can share a file there.
-        importlib.import_module("fullshard.checkpoint.job")._can_share.clear()
+        importlib.import_module("fullshard.checkpoint.saving.job")._can_share.clear()
         _meet()
         with TROUBLES[trouble][0](folder) if my_rank() == culprit else contextlib.nullcontext():
             began = time.monotonic()

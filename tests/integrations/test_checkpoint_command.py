@@ -404,7 +404,7 @@ def test_verify_names_every_damaged_place_and_the_tensors_there(copy: Path) -> N
     for (file, begin, end), one in damage.items():
         if file == "extra.safetensors":  # a single block
             assert one["tensors"] == ["extra['mask']"]
-            assert "the header lies there, too" in one["what"]
+            assert "the header is there as well" in one["what"]
         else:
             assert one["what"] == "the checksum differs"
             there = {name for name, (low, high) in places.items() if low < end and begin < high}
@@ -502,7 +502,7 @@ def test_verify_checks_the_form_of_a_hugging_face_model(tmp_path: Path) -> None:
     save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
     code, out, _ = _main("verify", tmp_path)
     assert code == 0
-    assert "1 tensor of 400 B. It carries no checksums" in out
+    assert "1 tensor of 400 B. It has no checksums" in out
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(200)
     code, _, err = _main("verify", tmp_path)
@@ -682,7 +682,7 @@ def test_export_says_what_it_did_not_copy(copy: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     code, out, _ = _main("export", copy, "--to", tmp_path / "out")
     assert code == 0
-    assert "not copied, because the manifest does not vouch for them: 'tokenizer.json'" in out
+    assert "not copied, because they are not in the manifest: 'tokenizer.json'" in out
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -690,8 +690,8 @@ def test_export_says_what_it_did_not_copy(copy: Path, tmp_path: Path) -> None:
 
 PEAK = """
 import resource, sys
-from fullshard import cli
-from fullshard.checkpoint import export, inspecting, verifying
+from fullshard.tools import cli
+from fullshard.checkpoint.tools import export, inspecting, verifying
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()
@@ -702,7 +702,7 @@ print(code, peak() - before)
 
 def _large(folder: Path, size: int) -> None:
     """A checkpoint of one tensor of zeros, as large as is said; a file with a hole."""
-    from fullshard.checkpoint.format.checksums import of_blocks
+    from fullshard.checkpoint.format.checksums import checksum
     from fullshard.checkpoint.format.headers import Tensor, build
 
     head, _ = build([Tensor("zeros", torch.float32, (size // 4,))])
@@ -710,9 +710,8 @@ def _large(folder: Path, size: int) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(head)
         file.truncate(len(head) + size)
-    first = of_blocks(memoryview(head.ljust(MIB, b"\0")), MIB)
-    blocks = (first + of_blocks(memoryview(bytes(MIB)), MIB) * (size // MIB - 1))[: size // MIB]
-    blocks += of_blocks(memoryview(bytes(len(head))), MIB)
+    blocks = [checksum(head.ljust(MIB, b"\0")), *[checksum(bytes(MIB))] * (size // MIB - 1)]
+    blocks.append(checksum(bytes(len(head))))
     record = manifest.FileRecord(len(head) + size, tuple(blocks))
     said = manifest.Manifest(
         "0" * 16, 1, {}, {"ranks": 1, "files": "shared"}, MIB, {"model.safetensors": record},
@@ -750,11 +749,11 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, command: str) 
     [
         (("inspect",), "PATH"),
         (("inspect", "no/such"), "there is no 'no/such'"),
-        (("inspect", "{empty}"), "is no checkpoint, and holds none"),
+        (("inspect", "{empty}"), "is not a checkpoint, and contains none"),
         (("inspect", "{file}"), "is not a folder"),
         (("verify", "no/such"), "there is no 'no/such'"),
         (("verify", "{run}"), "fullshard inspect lists them"),
-        (("verify", "{empty}"), "is no checkpoint"),
+        (("verify", "{empty}"), "is not a checkpoint"),
         (("export", "{run}/step-1"), "--to"),
         (("export", "{run}", "--to", "{empty}/out"), "the newest is"),
         (("export", "{model}", "--to", "{empty}/out"), "not a complete checkpoint of fullshard"),
@@ -858,3 +857,16 @@ def test_export_writes_a_folder_that_dcp_reads(made: Made, tmp_path: Path, which
     code, said = _json("inspect", target, "--tensors")
     assert (code, said["kind"]) == (0, "dcp")
     assert _main("verify", target)[0] == 0
+
+
+def test_inspect_and_verify_count_the_tensors_of_a_dcp_folder(made: Made, tmp_path: Path) -> None:
+    assert _main("export", made.shared, "--to", tmp_path / "out", "--format", "dcp")[0] == 0
+    _, said = _json("inspect", tmp_path / "out", "--tensors")
+    _, own = _json("inspect", made.shared, "--tensors")
+    assert said["optimizer"]["tensors"] == own["optimizer"]["tensors"]
+    listed = {one["name"]: one["shape"] for one in said["tensors"]}
+    for name, value in made.values.items():
+        assert listed[f"model.{name}"] == list(value.shape)
+    _, checked = _json("verify", tmp_path / "out")
+    assert checked["tensors"] == len(listed)
+    assert checked["bytes"] > sum(value.nbytes for value in made.values.values())

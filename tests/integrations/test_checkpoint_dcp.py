@@ -7,7 +7,6 @@ import io
 import random
 import warnings
 import zipfile
-from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ import engines
 import ranks
 import reference
 from cases import refusal
+from dcp_runs import Whole, adamw, our_whole, quietly
 from engines import WIDTH, Net, batch, build, loss_of, my_rank
 
 STEPS = 2
-KEYS = ("exp_avg", "exp_avg_sq")
 NESTINGS = ["nested", "app", "flattened", "any prefix", "model alone", "many files"]
 EXTRA = {"step": 10, "sampler": {"epoch": 3, "seen": [1, 2, 3]}, "noise": torch.arange(5.0)}
 
@@ -80,14 +79,6 @@ class Odd(ChannelsLast):
         assert state["names"] == ["a", "b"]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
-    others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1, "lr": 3e-3}, {"params": others}], lr=1e-2, amsgrad=False
-    )
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
@@ -97,33 +88,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-Whole = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]  # model; optimizer state by parameter and key
-
-
-def our_whole(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Whole:
-    """Everything of ours, whole: state goes by way of the parameters, p <- state, then fs.full."""
-    import fullshard as fs
-
-    values = engines.whole("fullshard", model)
-    values |= {n: b.clone() for n, b in model.named_buffers()}
-    states: dict[str, dict[str, Tensor]] = {n: {} for n, _ in model.named_parameters()}
-    if optimizer is None:
-        return values, {}
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for key in KEYS:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(optimizer.state[p][key])
-        with fs.full(model, writeback=False):
-            for n, value in reference.whole_parameters(model).items():
-                states[n][key] = value
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            p.copy_(before[n])
-            states[n]["step"] = optimizer.state[p]["step"].clone()
-    return values, states
 
 
 def their_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
@@ -147,12 +111,6 @@ def assert_same(found: Whole, expected: Whole) -> None:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
     return [(g["lr"], g["weight_decay"], g["betas"], g["amsgrad"]) for g in optimizer.param_groups]
-
-
-def quietly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is no process group
-        return call(*args, **options)
 
 
 # --- FSDP2 saves, we load ------------------------------------------------------------------------------
@@ -665,9 +623,7 @@ def test_what_cannot_be_told_apart_or_read_is_refused_or_left_out_and_said(tmp_p
                 assert word in message, (what, message)
         assert found["unchanged"]
         assert found["extra"] == {"step": 3}
-        assert found["notes"] == (
-            "large tensors, or pickled objects, that were left unread: 'object', 'big'",
-        )
+        assert found["notes"] == ("large tensors or pickled objects that were not read: 'object', 'big'",)
         assert found["warned"] == (list(found["notes"]) if rank == 0 else [])
 
 
@@ -751,7 +707,8 @@ def _save_ours(folder: str) -> Whole:
 def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fullshard.checkpoint import dcp, opening
+    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.loading import opening
 
     saved = ranks.run(_save_ours, 2, str(tmp_path / "ours"))[0]
     monkeypatch.setattr(dcp.writing, "_ITEM_BYTES", 100)  # rows of 32 and 52 bytes: most tensors in parts
@@ -772,7 +729,8 @@ def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
 
 
 def test_damaged_checkpoint_of_ours_becomes_none_of_torchs(tmp_path: Path) -> None:
-    from fullshard.checkpoint import dcp, opening
+    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.loading import opening
     from fullshard.errors import CheckpointError
 
     ranks.run(_save_ours, 2, str(tmp_path / "ours"))

@@ -141,7 +141,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def _save_families(root: str, file_bytes: int) -> None:
     import fullshard as fs
-    from fullshard.checkpoint import writing
+    from fullshard.checkpoint.saving import writing
 
     before = writing.FILE_BYTES
     writing.FILE_BYTES = file_bytes
@@ -540,7 +540,8 @@ def test_damaged_directories_are_refused_before_anything_changes(tmp_path: Path,
     for found in load_each(cases):
         for label, (_, names) in damages.items():
             kind, message = found[label].get("error", ("", ""))
-            assert (kind, found[label].get("unchanged")) == ("CheckpointError", True), (label, found[label])
+            assert kind in ("DamagedCheckpoint", "CheckpointError"), (label, found[label])
+            assert found[label]["unchanged"], (label, found[label])
             assert names in message, (label, message)
             if label.startswith("pickled"):
                 assert "safe_serialization=True" in message
@@ -637,7 +638,7 @@ CHANGES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 
 def _four(folder: Path, *shapes: tuple[int, ...]) -> tuple[list[Tensor], Any, Any]:
     """Four tensors in two files, how to read them, and where each one is."""
-    from fullshard.checkpoint import reading
+    from fullshard.checkpoint.loading import reading
 
     values = [torch.randn(shapes[k % len(shapes)]).bfloat16() for k in range(4)]
     blocks = reading.Blocks(folder, None, 512)
@@ -664,7 +665,7 @@ def test_conversion_that_moves_rows_is_read_from_the_files(
     assert len(made) == len(expected)
     for i, value in enumerate(expected):
         found = made[f"{i}"]
-        assert reference.bitwise(source.read_whole(found), value)
+        assert reference.bitwise(source.read_tensor(found), value)
         low, high = value.numel() // 3, value.numel() - 1
         part = torch.empty(high - low, dtype=value.dtype)
         source.read(found, low, high, part)
@@ -681,7 +682,7 @@ def test_tensors_of_different_sizes_are_joined_in_the_files(
     values, source, stored = _four(tmp_path, *shapes)
     dim = 1 if len(shapes[0]) == 3 else 0
     made = Rows(stored).follow(lambda labels: {"joined": [torch.cat(labels, dim)]})
-    assert reference.bitwise(source.read_whole(made["joined"]), torch.cat(values, dim))
+    assert reference.bitwise(source.read_tensor(made["joined"]), torch.cat(values, dim))
     source.close()
 
 

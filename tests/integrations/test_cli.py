@@ -110,7 +110,7 @@ def test_version_is_the_packages() -> None:
         (("train", "c.yaml", "--set", "steps"), "KEY=VALUE"),
         (("train", "c.yaml", "--ranks", "0"), "at least 1"),
         (("export", "a"), "--to DIR"),
-        (("export", "a", "--to", "b", "--onnx", "c"), "both say"),
+        (("export", "a", "--to", "b", "--onnx", "c"), "both given"),
         (("export", "a", "--onnx", "c", "--dtype", "bf16"), "--dtype"),
         (("export", "a", "--to", "b", "--no-check"), "--no-check is for --onnx"),
         (("env", "--jsno"), "--json"),

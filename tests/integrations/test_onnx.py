@@ -255,11 +255,11 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_by_name_and_nothing_is_
     assert "BrandNewForCausalLM" in unknown
     assert "None" in nothing
     assert "pixel_values" in images
-    assert larger.startswith("Damaged: ")  # exit code 1
+    assert larger.startswith("DamagedCheckpoint: ")  # exit code 1
     assert another.startswith("CheckpointError: ")
     assert "no config.json" in bare
     assert "there is no" in missing
-    assert "holds checkpoints" in root
+    assert "contains checkpoints" in root
     assert "exists; it was left as it is" in there
     assert "there is no folder" in nowhere
     left = {"saved", "unknown", "nothing", "images", "larger", "another", "bare", "there.onnx"}

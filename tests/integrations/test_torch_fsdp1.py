@@ -271,6 +271,39 @@ def test_outermost_wrapper_shards_when_the_first_of_them_is_used() -> None:
     ranks.run(_nested, 2, timeout_s=120)
 
 
+def _first_used_in_inference() -> None:
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+
+    model = FSDP(build())
+    with torch.inference_mode():
+        model(batch(0, 0)[0])
+    loss_of(model, batch(0, my_rank())).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_wrapper_that_is_first_used_in_inference_mode_trains_afterwards() -> None:
+    ranks.run(_first_used_in_inference, 1, timeout_s=120)
+
+
+def _both_signatures() -> None:
+    from cases import refusal
+    from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
+    from fullshard.torch_fsdp import fully_shard
+
+    inner_wrapped, outer_wrapped = build(), build()
+    inner_wrapped.head = FSDP(inner_wrapped.head)
+    fully_shard(inner_wrapped)
+    fully_shard(outer_wrapped.head)
+    wrapper = FSDP(outer_wrapped)
+    for model in (inner_wrapped, inner_wrapped.head, wrapper, outer_wrapped.head):
+        kind, message, _ = refusal(lambda model=model: list(model.parameters()))
+        assert (kind, "fully_shard and FullyShardedDataParallel" in message) == ("NotSupported", True)
+
+
+def test_fully_shard_and_a_wrapper_in_one_model_are_refused() -> None:
+    ranks.run(_both_signatures, 1, timeout_s=120)
+
+
 def _as_a_module() -> None:
     import copy
 

@@ -94,13 +94,13 @@ def _copies() -> None:
 
 
 def _forgotten() -> None:
-    """A marked model that nobody uses is freed, and does not become part of another."""
-    from fullshard.torch_fsdp import fully_shard, marks
+    """A model with a request that nobody uses is freed, and does not become part of another."""
+    from fullshard.torch_fsdp import deferred, fully_shard
 
-    before = len(marks._waiting)
+    before = len(deferred._deferred)
     fully_shard(nn.Linear(2, 2))
     gc.collect()
-    assert len(marks._waiting) == before
+    assert len(deferred._deferred) == before
 
 
 def _too_late() -> str:

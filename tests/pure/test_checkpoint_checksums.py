@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.format.checksums import BLOCK_BYTES, PIECE, Pieces, Tally, join, of_blocks
+from fullshard.checkpoint.format.checksums import BLOCK_BYTES, PIECE, Pieces, Tally, join
 from fullshard.errors import CheckpointError
 
 Run = tuple[int, int]  # bytes [start, stop) of the file
@@ -56,12 +56,6 @@ def test_joined_pieces_are_the_checksums_of_the_whole_file(case: tuple[bytes, li
     assert join("f", written(data, runs, block_bytes), len(data), block_bytes) == crcs(data, block_bytes)
 
 
-@given(st.binary(max_size=200), st.sampled_from([1, 8, 64, 256]))
-@quickly
-def test_checksums_of_a_whole_buffer_are_those_of_its_blocks(data: bytes, block_bytes: int) -> None:
-    assert of_blocks(memoryview(data), block_bytes) == crcs(data, block_bytes)
-
-
 @given(cut_files(), st.data())
 @quickly
 def test_run_that_nobody_wrote_is_found(
@@ -73,7 +67,7 @@ def test_run_that_nobody_wrote_is_found(
         return
     rank, index = data.draw(st.sampled_from(places))
     start, stop = runs[rank].pop(index)
-    with pytest.raises(CheckpointError, match=f"'f'.* {start} and {stop} was written by nobody"):
+    with pytest.raises(CheckpointError, match=f"'f'.* {start} to {stop} were written by no rank"):
         join("f", written(content, runs, block_bytes), len(content), block_bytes)
 
 
@@ -140,9 +134,7 @@ def test_files_beyond_four_gigabytes_keep_their_offsets() -> None:
     content = b"x" * 16
     rows = [(block, 0, block_bytes, 7) for block in range(1000)]
     pieces = np.array(rows, dtype=PIECE)
-    with pytest.raises(
-        CheckpointError, match=f"between bytes {1000 * block_bytes} and {blocks * block_bytes}"
-    ):
+    with pytest.raises(CheckpointError, match=f"bytes {1000 * block_bytes} to {blocks * block_bytes}"):
         join("f", [pieces], blocks * block_bytes, block_bytes)
     tally = Tally(block_bytes)
     tally.add((blocks - 1) * block_bytes, memoryview(content))

@@ -107,6 +107,12 @@ def test_only_comm_runs_collectives() -> None:
             assert "from torch import distributed" not in path.read_text(), path
 
 
+def test_torch_signatures_use_the_named_engine_interface_alone() -> None:
+    for path in (PACKAGE / "torch_fsdp").glob("*.py"):
+        inside = re.findall(r"runtime\.(?:gathering|reduction|lanes|units|root)\b", path.read_text())
+        assert not inside, f"{path.name} reads {inside}"
+
+
 def test_rivals_are_imported_only_to_compare_with() -> None:
     for name, path in FILES.items():
         if name != "tools.simulation.rivals":

@@ -21,7 +21,7 @@ from fullshard.plan.units import find_units
 
 
 def _names(model: nn.Module, units: object = None, ignore: object = ()) -> list[str]:
-    said = parse(strategy="zero3", precision="fp32", units=units, ignore=ignore)
+    said = parse(units=units, ignore=ignore)
     return [unit.name for unit in find_units(model, said)]
 
 

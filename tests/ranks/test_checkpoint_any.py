@@ -130,8 +130,8 @@ PLAN_BLOCK = 512
 
 def _held(ranks_: int, rank: int, replicas: int, replica: int, kind: str) -> list[Any]:
     """What a rank of a plan writes: its own part of every tensor, with the painted values."""
-    from fullshard.checkpoint.contents import Held
     from fullshard.checkpoint.format.headers import Tensor as Described
+    from fullshard.checkpoint.saving.contents import Held
     from fullshard.plan.layout import lay_out
 
     found = []
@@ -149,7 +149,7 @@ def _write_plan(folder: Path, ranks_: int, replicas: int, parts: bool) -> None:
     """As fs.save does, rank by rank in one process: writers, then a manifest from what they wrote."""
     from fullshard.checkpoint.format.checksums import join
     from fullshard.checkpoint.format.manifest import Count, FileRecord, Manifest, to_bytes
-    from fullshard.checkpoint.writing import RankWriter, plan_files
+    from fullshard.checkpoint.saving.writing import RankWriter, plan_files
 
     folder.mkdir(parents=True)
     grid = [(rank, replica) for replica in range(replicas) for rank in range(ranks_)]
@@ -187,7 +187,7 @@ def _write_plan(folder: Path, ranks_: int, replicas: int, parts: bool) -> None:
 
 def _read_plan(folder: Path, ranks_: int) -> dict[str, Tensor]:
     """As fs.load does, rank by rank: each reads its own elements of every tensor, from checked blocks."""
-    from fullshard.checkpoint.opening import open_checkpoint
+    from fullshard.checkpoint.loading.opening import open_checkpoint
     from fullshard.plan.layout import lay_out
 
     whole: dict[str, Tensor] = {}
@@ -243,7 +243,7 @@ def _between(
 ) -> dict[str, list[str]]:
     """Save with every variant, load each with the next ones; what was wrong, by pair."""
     import fullshard as fs
-    from fullshard.checkpoint import writing
+    from fullshard.checkpoint.saving import writing
 
     usual = writing.FILE_BYTES
     writing.FILE_BYTES, files = (900, "shared") if files == "several" else (usual, files)
@@ -412,11 +412,11 @@ def test_state_follows_what_is_trained_now_and_the_notes_say_so(
             assert notes == ()  # in a group then and now; those that had no state have none
         elif first:
             assert len(notes) == 1
-            assert "was left out: the optimizer here has them not" in notes[0]
+            assert "was left out: they are not in this optimizer" in notes[0]
             assert all(repr(n) in notes[0] for n in block)
         else:
             assert len(notes) == 1
-            assert "had no optimizer state, not being in it then" in notes[0]
+            assert "were not in the saved optimizer: their state starts anew" in notes[0]
             assert all(repr(n) in notes[0] for n in block)
 
 
@@ -468,7 +468,7 @@ def test_what_differs_by_rank_goes_back_to_each_or_the_first_ones_to_all(tmp_pat
         assert all(reference.bitwise(values[n], own[n]) for n in own)
     for values, notes in ranks.run(_apart, 3, path, False, timeout_s=60):
         assert all(reference.bitwise(values[n], saved[0][n]) for n in values)
-        said = [note for note in notes if "the first one's taken" in note]
+        said = [note for note in notes if "the first rank's were loaded" in note]
         assert len(said) == 1
         assert all(name in said[0] for name in ("lonely", "memory", "norm.running_mean"))
     plain = tensors_of(path, "model")
@@ -552,9 +552,9 @@ OTHERS: list[tuple[type[nn.Module], type[nn.Module], str, str | None]] = [
     (Plain, Bigger, "has no 'blocks.2.up.weight'", "left as they were: 'blocks.2.up.weight'"),
     (Bigger, Plain, "has 'blocks.2.down.bias'", "but not in the model: 'blocks.2.down.bias'"),
     (Plain, Counted, "has no 'count', which the model has", "left as they were: 'count'"),
-    (Counted, Plain, "has 'count', which the model has not", "but not in the model: 'count'"),
+    (Counted, Plain, "has 'count', which the model does not have", "but not in the model: 'count'"),
     (Plain, WithMemory, "", "extra state of 'memory' is not in the checkpoint: left as it was"),
-    (WithMemory, Plain, "", "extra state of 'memory' is of no module here: left out"),
+    (WithMemory, Plain, "", "extra state of 'memory' belongs to no module here: left out"),
     (TwoHeads, Tied, "'one.weight', 'other.weight' are not one tensor", "'one.weight' taken"),
     (Plain, Wider, "'blocks.1.up.weight' has shape (11, 6)", None),
     (Wider, Plain, "'blocks.1.up.weight' has shape (12, 6)", None),

@@ -13,9 +13,10 @@ from torch import nn
 
 import fullshard as fs
 import ranks
-from fullshard.checkpoint import files, job, writing
+from fullshard.checkpoint import files
 from fullshard.checkpoint.commit import read_manifest
 from fullshard.checkpoint.format import manifest
+from fullshard.checkpoint.saving import job, writing
 from fullshard.comm.control import control_group
 from reference import bitwise
 

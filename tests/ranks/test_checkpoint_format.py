@@ -187,7 +187,7 @@ def _save(root: str) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     import fullshard as fs
-    from fullshard.checkpoint import writing
+    from fullshard.checkpoint.saving import writing
 
     model = fs.shard(Net())
     optimizer = _adamw(model.parameters())

@@ -199,7 +199,7 @@ def test_state_that_is_not_elementwise_loads_on_the_same_ranks_and_is_refused_on
             _load_blockwise, count, tmp_path / saved, strategy, units, timeout_s=60
         ):
             assert message.startswith("CheckpointError: rank"), (saved, count, strategy)
-            assert "absmax' is not cut like its parameter" in message
+            assert "absmax' is not sharded like its parameter" in message
             assert unchanged
     # Whole on every rank then, whole on every rank now: it is the same state on any number of ranks.
     assert ranks.run(_load_blockwise, 3, tmp_path / "replicate", "replicate", None) == [("", False)] * 3

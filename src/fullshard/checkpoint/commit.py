@@ -1,11 +1,11 @@
-"""From a folder that is being written to a checkpoint, in one rename.
+"""How a folder that is being written becomes a checkpoint, in one rename.
 
     .step-7.saving-<token>     being written; no manifest yet, or not yet renamed
     step-7                     a checkpoint: it has a manifest, and is never written again
     .step-7.retired-<token>    replaced, or too old; about to be removed
 
-A folder counts from the moment that its manifest is on disk, whole. Between two renames a crash may leave a
-complete checkpoint under a hidden name only: `find` sees it there, and the next save puts it in its place.
+A folder is a checkpoint from the moment that its complete manifest is on disk. A crash between two renames
+may leave a complete checkpoint under a hidden name only: `find` returns it, and the next save renames it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.checkpoint import files
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree, unreadable
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.manifest import Manifest
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 _log = logging.getLogger("fullshard")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|retired)-(?P<token>[0-9a-f]{16})")
@@ -32,17 +32,17 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|retired)-(?P<token>[0-9a-
 
 @dataclass
 class Staging:
-    """A save under way: the folder that is written, and where it will go."""
+    """A save in progress: the folder that is being written, and its final path."""
 
     target: Path
     folder: Path
     token: str
     lock: FolderLock | None
-    named: bool = False  # it is a checkpoint now, and `folder` what it replaced
+    named: bool = False  # renamed to `target`; `folder` is what it replaced
 
 
 def begin(target: Path) -> Staging:
-    """Make the folder to write into. What crashed saves left beside it is put right first."""
+    """Create the folder to write into, after cleaning up what crashed saves left in its parent."""
     parent, name = target.parent, target.name
     if not name or name.startswith("."):
         raise CheckpointError(
@@ -55,17 +55,17 @@ def begin(target: Path) -> Staging:
                 "Save to another folder, or remove this one yourself.",
             )
         make_parents(files.disk, parent)
-        settle(parent)
+        clean_up(parent)
         token = secrets.token_hex(8)
         folder = parent / f".{name}.saving-{token}"
         files.disk.make_folder(folder)
     except OSError as error:
-        raise failed(f"cannot make a folder for checkpoint {str(target)!r}", error) from error
+        raise failed(f"cannot create a folder for checkpoint {str(target)!r}", error) from error
     return Staging(target, folder, token, FolderLock.take(folder))
 
 
 def _may_replace(target: Path) -> bool:
-    """Whether there is nothing at a place, or only what a save may replace."""
+    """Whether a save may replace what is at this path: nothing, an empty folder or a checkpoint."""
     if is_checkpoint(target):
         return True
     try:
@@ -77,7 +77,7 @@ def _may_replace(target: Path) -> bool:
 
 
 def commit(staging: Staging) -> None:
-    """Everything is on disk, the manifest last: give the folder its name."""
+    """Rename the folder to its final path; all files, the manifest last, are on disk."""
     disk, target, folder = files.disk, staging.target, staging.folder
     old: Path | None = None
     disk.sync_folder(folder)
@@ -87,7 +87,7 @@ def commit(staging: Staging) -> None:
         old = folder
     else:
         old = target.parent / f".{target.name}.retired-{staging.token}"
-        with contextlib.suppress(FileNotFoundError):  # another run's keep_last was faster
+        with contextlib.suppress(FileNotFoundError):  # another run's keep_last removed it first
             disk.rename(target, old)
         try:
             disk.rename(folder, target)
@@ -102,8 +102,8 @@ def commit(staging: Staging) -> None:
         staging.lock.release()
 
 
-def give_up(staging: Staging) -> None:
-    """Remove what was written so far, as far as that is possible."""
+def abandon(staging: Staging) -> None:
+    """Remove what was written so far, as far as possible."""
     if not staging.named:
         with contextlib.suppress(OSError):
             remove_tree(files.disk, staging.folder, manifest.NAME)
@@ -111,15 +111,15 @@ def give_up(staging: Staging) -> None:
         staging.lock.release()
 
 
-def settle(parent: Path) -> None:
-    """Put right what crashed saves left in a folder. Saves that are under way elsewhere are left alone."""
-    for hidden, name, kind in _hidden(parent):
+def clean_up(parent: Path) -> None:
+    """Rename or remove what crashed saves left in a folder. Saves in progress are not touched."""
+    for hidden, name, kind in hidden_folders(parent):
         lock = None if _just_made(hidden) else FolderLock.take(hidden)
         if lock is None:
             continue
         try:
             if find(parent / name) == hidden:
-                with contextlib.suppress(OSError):  # if its name is taken it stays: `find` knows it
+                with contextlib.suppress(OSError):  # if its name is taken it stays; `find` returns it
                     files.disk.rename(hidden, parent / name)
             elif kind == "retired" or is_checkpoint(parent / name) or _saved_at(hidden) is None:
                 _remove(hidden)
@@ -128,7 +128,7 @@ def settle(parent: Path) -> None:
 
 
 def _just_made(folder: Path) -> bool:
-    """Its saver may be about to lock it, or has just given it its name."""
+    """Whether its saver may not have locked it yet, or has just renamed it."""
     try:
         return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime < 60
     except OSError:
@@ -136,19 +136,19 @@ def _just_made(folder: Path) -> bool:
 
 
 def retire_older(target: Path, keep_last: int) -> None:
-    """Keep the newest `keep_last` checkpoints beside `target`, itself among them; remove the others."""
-    found = sorted(_checkpoints(target.parent), key=lambda item: item[0], reverse=True)
-    # One under a hidden name only may be another save's, about to be named; a link is not ours to follow.
-    others = [f for _, f in found if f != target and is_checkpoint(f) and not f.is_symlink()]
+    """Keep the newest `keep_last` checkpoints in the parent of `target`, including it; remove the others."""
+    newest_first = sorted(_checkpoints(target.parent), key=lambda item: item[0], reverse=True)
+    # One under a hidden name only may be another save's, about to be renamed. Links are not followed.
+    others = [f for _, f in newest_first if f != target and is_checkpoint(f) and not f.is_symlink()]
     for folder in others[keep_last - 1 :]:
         hidden = folder.parent / f".{folder.name}.retired-{secrets.token_hex(8)}"
-        lock = FolderLock.take(folder)  # else another run's save could put it back meanwhile
+        lock = FolderLock.take(folder)  # otherwise another run's save could rename it back
         try:
             files.disk.rename(folder, hidden)
-            files.disk.sync_folder(folder.parent)  # else it could lose its manifest under its own name
+            files.disk.sync_folder(folder.parent)  # otherwise it could lose its manifest under its own name
             _remove(hidden)
         except FileNotFoundError:
-            pass  # another run's save removes it at the same time
+            pass  # another run's save is removing it
         except OSError as error:
             _log.warning("old checkpoint %s could not be removed: %s", folder, error)
         finally:
@@ -157,11 +157,11 @@ def retire_older(target: Path, keep_last: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what counts no more. That this fails is no reason to call a save failed: the next one tries."""
+    """Remove a folder that is no longer needed. An error does not fail the save: the next one tries again."""
     try:
         remove_tree(files.disk, folder, manifest.NAME)
     except FileNotFoundError:
-        pass  # another run's save removes it at the same time
+        pass  # another run's save is removing it
     except OSError as error:
         _log.warning("%s, left by an earlier save, could not be removed: %s", folder, error)
 
@@ -171,11 +171,11 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def find(path: Path) -> Path:
-    """The folder that holds the checkpoint of this name: a crash may have left it under a hidden one."""
+    """The folder of the checkpoint with this path, which after a crash may have a hidden name."""
     if is_checkpoint(path) or not path.parent.is_dir():
         return path
     complete = []
-    for folder, name, kind in _hidden(path.parent):
+    for folder, name, kind in hidden_folders(path.parent):
         saved_at_ns = _saved_at(folder) if name == path.name else None
         if saved_at_ns is not None:
             complete.append((kind == "saving", saved_at_ns, folder))
@@ -183,7 +183,7 @@ def find(path: Path) -> Path:
 
 
 def _saved_at(folder: Path) -> int | None:
-    """When it was saved. None: its manifest is missing, or was only begun."""
+    """When it was saved; None if its manifest is missing or incomplete."""
     try:
         return read_manifest(folder).saved_at_ns
     except CheckpointError:
@@ -191,7 +191,7 @@ def _saved_at(folder: Path) -> int | None:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, or None. Each rank looks for itself."""
+    """The newest complete checkpoint in a folder, or None. No communication between ranks."""
     folder = Path(root)
     if not folder.is_dir():
         return None
@@ -203,7 +203,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         size = path.stat().st_size
         if size > manifest.MAX_BYTES:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{str(path)!r} has {size} bytes, too many for a manifest", "Use another checkpoint."
             )
         return manifest.from_bytes(path.read_bytes())
@@ -212,28 +212,25 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints of a folder, by the names they are to have, with the time of their save."""
+    """The complete checkpoints of a folder, under their final names, with the time of their save."""
     names = {entry.name for entry in parent.iterdir() if not entry.name.startswith(".")}
-    names |= {name for _, name, _ in _hidden(parent)}
-    found = []
+    names |= {name for _, name, _ in hidden_folders(parent)}
+    complete = []
     for name in sorted(names):
         folder = find(parent / name)
         if not is_checkpoint(folder):
             continue
         try:
-            said = read_manifest(folder)
-            if "exported_from" not in said.layout:  # a model to hand on: not to resume from, nor to retire
-                found.append((said.saved_at_ns, parent / name))
+            saved = read_manifest(folder)
+            if "exported_from" not in saved.layout:  # an exported model: not to resume from, nor to remove
+                complete.append((saved.saved_at_ns, parent / name))
         except CheckpointError as error:
-            if is_checkpoint(folder):  # else it was named, or removed, a moment ago
-                warnings.warn(f"{str(folder)!r} is passed over: {error.what}", stacklevel=3)
-    return found
+            if is_checkpoint(folder):  # otherwise it was just renamed or removed
+                warnings.warn(f"{str(folder)!r} is skipped: {error.what}", stacklevel=3)
+    return complete
 
 
-def _hidden(parent: Path) -> list[tuple[Path, str, str]]:
-    found = []
-    for entry in sorted(parent.iterdir()):
-        match = _HIDDEN.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.append((entry, match["name"], match["kind"]))
-    return found
+def hidden_folders(parent: Path) -> list[tuple[Path, str, str]]:
+    """Folders with the hidden names of saves: (folder, name of the checkpoint, 'saving' or 'retired')."""
+    matches = [(entry, _HIDDEN.fullmatch(entry.name)) for entry in sorted(parent.iterdir())]
+    return [(entry, m["name"], m["kind"]) for entry, m in matches if m and entry.is_dir()]

@@ -1,6 +1,6 @@
-"""Every change that a save makes on disk goes through here, so that a test can stop it after any of them.
+"""Every change that a save makes on disk goes through this module, so that a test can stop it after any one.
 
-Nothing is believed to be on disk before `sync`, and no folder entry before `sync_folder`.
+Data counts as being on disk after `sync`, and a folder entry after `sync_folder`.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 _HERE = -100  # AT_FDCWD
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _AHEAD_BYTES = 8 * 2**20
 _REMEDIES = {
-    errno.ENOSPC: "Free space there, or save elsewhere; what was there before is untouched.",
-    errno.EDQUOT: "Free space there, or save elsewhere; what was there before is untouched.",
+    errno.ENOSPC: "Free space there, or save elsewhere; existing checkpoints are unchanged.",
+    errno.EDQUOT: "Free space there, or save elsewhere; existing checkpoints are unchanged.",
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
-    errno.EACCES: "Give this user the right to write there, or save elsewhere.",
-    errno.EPERM: "Give this user the right to write there, or save elsewhere.",
+    errno.EACCES: "Give this user write permission there, or save elsewhere.",
+    errno.EPERM: "Give this user write permission there, or save elsewhere.",
     errno.EROFS: "The file system is read-only; save elsewhere.",
-    errno.ENOENT: "Make the folder first, and check that every rank sees it.",
+    errno.ENOENT: "Create the folder first, and check that every rank sees it.",
 }
 _READ_REMEDIES = {
     errno.ENOENT: "A file is missing: the checkpoint is damaged; use another one.",
-    errno.EACCES: "Give this user the right to read it.",
-    errno.EPERM: "Give this user the right to read it.",
-    errno.EIO: "The disk fails; use another copy, and have the disk looked at.",
+    errno.EACCES: "Give this user read permission.",
+    errno.EPERM: "Give this user read permission.",
+    errno.EIO: "The disk reports errors; use another copy, and check the disk.",
 }
 
 
 def unreadable(file: str, error: OSError) -> CheckpointError:
-    """A file of a checkpoint that the system does not let us read."""
-    remedy = _READ_REMEDIES.get(error.errno or 0, "See the system's message; use another checkpoint.")
-    found = CheckpointError(f"cannot read {file}: {error.strerror or error}", remedy)
-    found.__cause__ = error
-    return found
+    """The error for a file of a checkpoint that cannot be read: damage, unless permission is missing."""
+    remedy = _READ_REMEDIES.get(error.errno or 0, "See the system's message, or use another checkpoint.")
+    kind = CheckpointError if isinstance(error, PermissionError) else DamagedCheckpoint
+    return _caused_by(error, kind(f"cannot read {file}: {error.strerror or error}", remedy))
 
 
 def failed(what: str, error: OSError) -> CheckpointError:
-    """An error of the system's while writing, with the file and what to do."""
+    """The error for an operation of a save that failed, with a remedy by errno."""
     remedy = _REMEDIES.get(error.errno or 0, "See the system's message.")
-    found = CheckpointError(f"{what}: {error.strerror or error}", remedy)
-    found.__cause__ = error
-    return found
+    return _caused_by(error, CheckpointError(f"{what}: {error.strerror or error}", remedy))
+
+
+def _caused_by(cause: OSError, error: CheckpointError) -> CheckpointError:
+    error.__cause__ = cause
+    return error
 
 
 class OpenFile:
-    """A file that several ranks write at once, each at offsets of its own."""
+    """A file that several ranks write at the same time, at different offsets."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._begun = self._written = 0  # what the system was not yet asked to put on disk
+        self._begun = self._written = 0  # written, but not yet handed to the disk
 
     def write_at(self, offset: int, data: memoryview) -> None:
         at = 0
@@ -67,7 +69,7 @@ class OpenFile:
             self._begun = offset
         self._written = offset + at
         if self._written - self._begun >= _AHEAD_BYTES and _sync_file_range is not None:
-            # Begin now, so that the disk works while the next checksums are computed; `sync` waits.
+            # Start writing back, so that the disk works during the next checksums; `sync` waits.
             length = self._written - self._begun
             _sync_file_range(self._descriptor, self._begun, length, _BEGIN_WRITING)
             self._begun = self._written
@@ -86,7 +88,7 @@ class Disk:
         path.mkdir(parents=True)
 
     def create(self, path: Path, size_bytes: int) -> None:
-        """A new file of that size; nobody has written it yet."""
+        """Create a new file of that size, filled with zeros."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(descriptor, size_bytes)
@@ -97,7 +99,7 @@ class Disk:
         return OpenFile(path)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A small file, whole and on disk when this returns."""
+        """Write a small file, which is on disk when this returns."""
         self.create(path, 0)
         file = self.open(path)
         try:
@@ -111,10 +113,7 @@ class Disk:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (
-                errno.EINVAL,
-                errno.ENOTSUP,
-            ):  # some network file systems sync by themselves
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync implicitly
                 raise
         finally:
             os.close(descriptor)
@@ -123,7 +122,7 @@ class Disk:
         os.rename(old, new)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Two folders change names in one step. False: this system or file system cannot."""
+        """Swap the names of two folders atomically. False if the system does not support it."""
         if _renameat2 is None:
             return False
         return bool(_renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
@@ -136,17 +135,17 @@ class Disk:
 
 
 def make_parents(disk: Disk, folder: Path) -> None:
-    """Make a folder and those above it, where they are missing, on disk when this returns."""
+    """Create a folder and its missing parents, which are on disk when this returns."""
     if not folder.is_dir():
         make_parents(disk, folder.parent)
-        with contextlib.suppress(FileExistsError):  # another save had the same thought
+        with contextlib.suppress(FileExistsError):  # another save created it at the same time
             disk.make_folder(folder)
         disk.sync_folder(folder.parent)
 
 
 def remove_tree(disk: Disk, folder: Path, first: str) -> None:
-    """Remove a folder; the file named `first` goes first, for without it the rest counts for nothing."""
-    if folder.is_symlink():  # what it leads to is not ours
+    """Remove a folder, and the file named `first` first: without it the folder is not a checkpoint."""
+    if folder.is_symlink():  # its target is not ours
         disk.remove(folder)
         return
     if (folder / first).exists():
@@ -161,14 +160,14 @@ def remove_tree(disk: Disk, folder: Path, first: str) -> None:
 
 
 class FolderLock:
-    """Held on a folder while its files are written; the system lets it go when the process dies."""
+    """A lock on a folder while its files are written; the system releases it when the process dies."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def take(cls, folder: Path) -> FolderLock | None:
-        """None: somebody holds it, or this file system has no locks."""
+        """None if another process has the lock, or the file system has no locks."""
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
@@ -181,14 +180,14 @@ class FolderLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """May be called twice: a save that fails after its commit gives up what is no longer held."""
+        """May be called twice: a save that fails after its commit is abandoned as well."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _from_libc(name: str, *arguments: Any) -> Any:
-    """A function that Python does not offer; None where the system has it not."""
+    """A function of the C library that Python does not offer; None where the system lacks it."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     except OSError:

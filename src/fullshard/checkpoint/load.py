@@ -1,4 +1,4 @@
-"""`fs.load`: each rank reads the bytes of its own elements, checks them, and only then changes anything."""
+"""`fs.load`: each rank reads and checks the bytes of its own elements before anything changes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import contents, dcp
-from fullshard.checkpoint.background import finish_earlier
+from fullshard.checkpoint import dcp
 from fullshard.checkpoint.commit import find, is_checkpoint
 from fullshard.checkpoint.hugging_face import folders
-from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
-from fullshard.checkpoint.optimizer_state import OptimizerLoad
-from fullshard.checkpoint.reading import Foreign
-from fullshard.checkpoint.resume import Resume
-from fullshard.checkpoint.save import agreed, check_model
-from fullshard.checkpoint.targets import Work, plan_model
+from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
+from fullshard.checkpoint.loading.optimizer_state import OptimizerLoad
+from fullshard.checkpoint.loading.planning import LoadPlan, plan_model
+from fullshard.checkpoint.loading.reading import Foreign
+from fullshard.checkpoint.loading.resume import Resume
+from fullshard.checkpoint.parameters import buffers, sites, tied_names
+from fullshard.checkpoint.save import check_model, check_same_request
+from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
-from fullshard.errors import CheckpointError, RankMismatch
+from fullshard.errors import CheckpointError, DamagedCheckpoint, RankMismatch
 from fullshard.state.optimizer_state import show_state_shards
 
 
 class Loaded(dict[str, Any]):
-    """What was saved as `extra`. `notes` says what did not go as a plain reader would expect."""
+    """What was saved as `extra`. `notes` lists what was not loaded as one might expect."""
 
     notes: tuple[str, ...] = ()
 
@@ -42,34 +43,42 @@ def load(
     """Load a checkpoint into a sharded model, and its optimizer. Every rank must call it.
 
     It may have been saved with any number of ranks, strategy, precision and units. Every byte is checked
-    before anything changes; an error leaves model and optimizer as they were. With an optimizer this is a
-    resume: random numbers go on where they were, if there are as many ranks.
+    before anything changes; an error leaves model and optimizer as they were. With an optimizer this resumes
+    training: on as many ranks as before, random numbers continue where they were.
 
     `path` may also be a Hugging Face folder, one .safetensors file, or a torch.distributed.checkpoint folder;
-    what checksums these have is checked, and there may be none.
+    of these, the checksums that they have are checked, if any.
 
-    Returns what was saved as `extra`, a dict. Its `.notes` lists what was left as it was, and why; a warning
-    says the same.
-    strict: every tensor of the model must be there, and no other. False loads what is there.
+    Returns what was saved as `extra`, a dict. Its `.notes` lists what was left as it was, and why; there is a
+    warning with the same text.
+    strict: the checkpoint must have every tensor of the model, and no other. False loads what it has.
     """
     model = model_of(model)
     runtime = runtime_of(model)
     runtime.comm.barrier("load")
     control = control_group(runtime.comm)
-    control.together(finish_earlier, "finishing the save before this load")
-    control.together(lambda: check_model(runtime, model, optimizer, "load"), "checking what to load")
-    source = control.together(lambda: _open(Path(path), optimizer is not None), "opening a checkpoint")
+    opened: list[Checkpoint | Foreign] = []  # on this rank, even if another rank fails to open it
+
+    def open_source() -> tuple[Checkpoint | Foreign, tuple[dict[str, Any], str]]:
+        finish_earlier()
+        check_model(runtime, model, optimizer, "load")
+        source = _open(Path(path), optimizer is not None)
+        opened.append(source)
+        request = {"strict": strict, "optimizer": type(optimizer).__name__, "format": type(source).__name__}
+        if isinstance(source, Foreign):
+            return source, (request | {"path": os.path.abspath(path)}, source.fingerprint())
+        return source, (request, source.manifest.id)
+
     try:
-        foreign = isinstance(source, Foreign)
-        asked = {"strict": strict, "optimizer": type(optimizer).__name__, "format": type(source).__name__}
-        agreed(
-            control.all_gather_object(asked | {"path": os.path.abspath(path) if foreign else None}), "load"
-        )
+        source, requests = control.share(open_source, "opening a checkpoint")
+        check_same_request([request for request, _ in requests], "load")
+        _check_same_source(source, {identity for _, identity in requests})
         if isinstance(source, Foreign):
             return _load_foreign(control, source, runtime, model, optimizer, strict)
         return _load(control, source, runtime, model, optimizer, strict)
     finally:
-        source.close()
+        for source in opened:
+            source.close()
 
 
 def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:
@@ -80,6 +89,17 @@ def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:
     return open_checkpoint(path, optimizer)
 
 
+def _check_same_source(source: Checkpoint | Foreign, identities: set[str]) -> None:
+    if len(identities) == 1:
+        return
+    folder = str(source.folder)
+    if isinstance(source, Foreign):
+        raise RankMismatch(
+            f"ranks see different tensors at {folder!r}", "Give every host a copy of the same files."
+        )
+    raise RankMismatch(f"ranks opened different checkpoints at {folder!r}", "Load one path.")
+
+
 def _load(
     control: ControlGroup,
     source: Checkpoint,
@@ -88,27 +108,24 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Loaded:
-    if len(set(control.all_gather_object(source.manifest.id))) > 1:
-        raise RankMismatch(f"ranks opened different checkpoints at {str(source.folder)!r}", "Load one path.")
     resume = Resume(source, runtime, control)
-    state = control.together(lambda: _state(resume, optimizer, model), "looking at the optimizer")
-    work = Work()
+    work = LoadPlan()
 
-    def plan() -> None:
+    def plan() -> OptimizerLoad | None:
+        state = None if optimizer is None else OptimizerLoad(resume, optimizer, model)
         plan_model(work, source, runtime, model, source.manifest.tied, strict)
         resume.plan(work)
         if state is not None:
             state.plan(work)
         source.blocks.verify()
         resume.read(model)
+        return state
 
-    control.together(plan, "checking a checkpoint")
+    state = control.together(plan, "checking a checkpoint")
     apply(control, work)
-    if state is not None and optimizer is not None:
-        state.apply()
-        show_state_shards(optimizer)
+    _apply_optimizer(state, optimizer)
     control.together(lambda: resume.apply(work, optimizer is not None), "loading")
-    return _said(control, Loaded(resume.extra), work.notes)
+    return _with_notes(control, Loaded(resume.extra), work.notes)
 
 
 def _load_foreign(
@@ -119,16 +136,11 @@ def _load_foreign(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Loaded:
-    if len(set(control.all_gather_object(source.fingerprint()))) > 1:
-        raise RankMismatch(
-            f"ranks see different tensors at {str(source.folder)!r}",
-            "Give every host a copy of the same files.",
-        )
-    work = Work()
+    work = LoadPlan()
 
     def plan() -> Any:
-        names = {site.name for site in contents.sites(runtime, model)} | set(contents.buffers(model))
-        source.fit(model, names | set(contents.tied_names(model)))
+        names = {site.name for site in sites(runtime, model)} | set(buffers(model))
+        source.fit(model, names | set(tied_names(model)))
         plan_model(work, source, runtime, model, source.tied, strict)
         state = None if optimizer is None else source.optimizer_load(runtime, optimizer, model)
         if state is not None:
@@ -139,18 +151,18 @@ def _load_foreign(
 
     state, extra = control.together(plan, "checking a checkpoint")
     apply(control, work)
+    _apply_optimizer(state, optimizer)
+    return _with_notes(control, Loaded(extra), work.notes)
+
+
+def _apply_optimizer(state: Any, optimizer: torch.optim.Optimizer | None) -> None:
     if state is not None and optimizer is not None:
         state.apply()
         show_state_shards(optimizer)
-    return _said(control, Loaded(extra), work.notes)
 
 
-def _state(resume: Resume, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> OptimizerLoad | None:
-    return None if optimizer is None else OptimizerLoad(resume, optimizer, model)
-
-
-def apply(control: ControlGroup, work: Work) -> None:
-    """Everything was checked: now tensors change."""
+def apply(control: ControlGroup, work: LoadPlan) -> None:
+    """Change the tensors, after everything has been checked."""
 
     def change() -> None:
         try:
@@ -158,15 +170,15 @@ def apply(control: ControlGroup, work: Work) -> None:
                 for read in work.reads:
                     read()
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error.what}. It was sound a moment ago; the model is partly loaded now",
-                "Load another checkpoint before you go on, and have the disk looked at.",
+            raise DamagedCheckpoint(
+                f"{error.what}. It was intact when it was checked; the model is now partly loaded",
+                "Load another checkpoint before you continue, and check the disk.",
             ) from error
 
     control.together(change, "loading")
 
 
-def _said(control: ControlGroup, loaded: Loaded, notes: list[str]) -> Loaded:
+def _with_notes(control: ControlGroup, loaded: Loaded, notes: list[str]) -> Loaded:
     loaded.notes = tuple(notes)
     if notes and control.is_first:
         warnings.warn("; ".join(notes), stacklevel=4)

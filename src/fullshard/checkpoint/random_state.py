@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 
-def take(device: torch.device) -> dict[str, Any]:
+def capture(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -21,7 +21,7 @@ def take(device: torch.device) -> dict[str, Any]:
 
 
 def check(state: dict[str, Any], device: torch.device) -> None:
-    """Raises what `put_back` would, and touches no generator that is in use."""
+    """Raise the errors that `restore` would, without changing a generator that is in use."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])
     np.random.RandomState().set_state(state["numpy"])
@@ -29,7 +29,7 @@ def check(state: dict[str, Any], device: torch.device) -> None:
         torch.Generator(device).set_state(state["cuda"])
 
 
-def put_back(state: dict[str, Any], device: torch.device) -> None:
+def restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -1,22 +1,22 @@
-"""Each rank's operation record, kept outside Python's reach.
+"""Each rank's flight recorder: its collectives, in a file that outlives the process.
 
-Every rank writes what it does into a small mapped file; ranks of one host read each other's. The kernel keeps
-the file when the process is stopped, killed or stuck in C, so the others can always say where it was.
+Every rank writes its operations into a small mapped file; ranks of one host read each other's. The kernel
+keeps the file when the process is stopped, killed or stuck in C, so the others can always tell where it was.
 
     begin        this rank issued the operation (several may be in flight on a channel: prefetch)
     wait_begin   this rank is blocked until the operation is done
-    wait_end     it goes on
+    wait_end     it continues
     end          the operation is known to be complete on this rank
 
 File, in native 8-byte words:
 
     header    magic, host, pid, start time, rank, ranks, left
-    events    a sequence number, then the last 16 events: what this rank did last and when
+    events    a sequence number, then the last 16 events: what this rank did last, and when
     channels  32 names; for each a mask of its member ranks and a ring of its last 64 operations
-    labels    texts of (channel, phase, unit), only ever appended; an operation points at its text
+    labels    texts of (channel, phase, unit), append-only; an operation points at its text
 
 One thread at a time writes. No lock: collectives issued by two threads at once have no order to record.
-Nothing here raises about another rank's file: what cannot be read is "not known" (None).
+Nothing here raises because of another rank's file: what cannot be read is unknown (None).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Channel:  # this rank's side of a channel
 
 
 class FlightRecorder:
-    """This rank's record and a view of the others'. Ranks of one run on one host share the `directory`."""
+    """Writes this rank's file and reads the others'. Ranks of one run on one host share the `directory`."""
 
     def __init__(self, directory: str, rank: int, ranks: int) -> None:
         if not 0 <= rank < ranks:
@@ -83,7 +83,7 @@ class FlightRecorder:
         self._labels_end = labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
         self._peers: dict[int, Peer] = {}  # those whose files are open
         self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
-        self._met = False
+        self._peers_opened = False
         atexit.register(self.close)
 
     def _create(self) -> mmap.mmap:
@@ -150,14 +150,14 @@ class FlightRecorder:
         self._event(1, number, label, step)
 
     def wait_end(self) -> None:
-        """Record that this rank goes on."""
+        """Record that this rank continues."""
         if self._waiting:
             self._waiting = False
             self._event(0, *self._waits_for)
-            if not self._met:
-                # The first operation is over, so its members have all made their files: open them now. A
+            if not self._peers_opened:
+                # The first operation is over, so its members have all created their files: open them now. A
                 # rank that leaves removes its file, and one never opened would look as if on another host.
-                self._met = True
+                self._peers_opened = True
                 self.places()
 
     def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
@@ -179,7 +179,7 @@ class FlightRecorder:
         mask = sum(1 << member for member in members)
         self._map[offset : offset + width] = mask.to_bytes(width, "little")
         start = NAMES_OFFSET + index * NAME_SIZE
-        self._map[start : start + NAME_SIZE] = name  # last: a channel without a name does not exist
+        self._map[start : start + NAME_SIZE] = name  # last: readers ignore a channel without a name
         others = set(members) - {self.rank}
         self._channels[channel] = state = Channel(index, offset + width, others)
         return state
@@ -238,7 +238,7 @@ class FlightRecorder:
             entry = peer.entry(channel, number) if peer else None
             if place and peer and place.alive and entry is not None and entry.number < number:
                 used_s = peer.used_s()
-                if used_s > 0:  # 0: this system does not say
+                if used_s > 0:  # 0: not known on this system
                     found.append((place, used_s))
         return found
 
@@ -253,9 +253,9 @@ class FlightRecorder:
 
     def _differences(self, channel: str, newest: int) -> list[Place]:
         state, found = self._channels[channel], []
-        # Once all have met, only files already open: this runs with every pass, and most ranks of a large
-        # run are on other hosts.
-        for rank in list(self._peers) if self._met else range(self.ranks):
+        # After the first operation, only files that are open: this runs in every pass, and most ranks of a
+        # large run are on other hosts.
+        for rank in list(self._peers) if self._peers_opened else range(self.ranks):
             if rank not in state.others or not (rank in self._peers or self._place(rank)):
                 continue
             peer = self._peers[rank]
@@ -277,7 +277,7 @@ class FlightRecorder:
         return sorted(found, key=lambda place: place.rank)
 
     def verdict(self, channel: str, number: int) -> str | None:
-        """Why waiting on in operation `number` of `channel` is hopeless, or None while it may still end."""
+        """Why operation `number` of `channel` can never complete, or None while it still may."""
         if channel not in self._channels:
             return None
         for theirs in self._differences(channel, number):
@@ -304,16 +304,16 @@ class FlightRecorder:
         entry = peer.entry(channel, number)
         begun = entry is not None and entry.number >= number
         if entry is not None and begun and (entry.number > number or entry.ended):
-            return None  # it had done its part: rank 1 may leave while others still pass its data on
+            return None  # its part is complete: it may leave while others still forward its data
         if begun and place.left and place.since_s < SETTLED_S:
-            return None  # it left in good order with the operation in flight: that may still arrive
+            return None  # it left normally with the operation in flight, which may still complete
         return str(place)
 
     def _mutual_wait(self, channel: str, number: int) -> str | None:
-        """A circle of ranks, each waiting in an operation that the next, itself waiting, has not begun.
+        """A cycle of ranks, each waiting in an operation that the next, itself waiting, has not begun.
 
-        Definite: an edge is looked up after all places were read, and a rank whose edge still stands has not
-        left its wait. Ranks that compute are no part of any circle, however slow they are.
+        Definite: an edge is looked up after all places were read, and a rank whose edge is still there has
+        not left its wait. Ranks that compute are in no cycle, however slow they are.
         """
         stuck = {
             place.rank: place
@@ -323,20 +323,20 @@ class FlightRecorder:
         me = stuck.get(self.rank)
         if me is None or (me.channel, me.number) != (channel, number):
             return None
-        circle = self._circle([self.rank], stuck, set())
+        cycle = self._cycle([self.rank], stuck, set())
         sentences = (
             f"rank {rank} waits in {stuck[rank].operation}, which rank {after} has not begun"
-            for rank, after in zip(circle, circle[1:] + circle[:1], strict=True)
+            for rank, after in zip(cycle, cycle[1:] + cycle[:1], strict=True)
         )
-        return "; ".join(sentences) + ": none of them can go on" if circle else None
+        return "; ".join(sentences) + ": none of them can continue" if cycle else None
 
-    def _circle(self, path: list[int], stuck: dict[int, Place], seen: set[int]) -> list[int]:
+    def _cycle(self, path: list[int], stuck: dict[int, Place], seen: set[int]) -> list[int]:
         seen.add(path[-1])
         for rank in self._not_begun_by(stuck[path[-1]], stuck):
             if rank in path:
                 return path[path.index(rank) :]
-            if rank not in seen and (circle := self._circle([*path, rank], stuck, seen)):
-                return circle
+            if rank not in seen and (cycle := self._cycle([*path, rank], stuck, seen)):
+                return cycle
         return []
 
     def _not_begun_by(self, place: Place, stuck: dict[int, Place]) -> list[int]:
@@ -350,7 +350,7 @@ class FlightRecorder:
         return missing
 
     def close(self) -> None:
-        """Leave: mark the record for those who have it open, and remove the file. May be called twice."""
+        """Mark this rank as having left, for peers with the file open, and remove it. May be called twice."""
         if self._closed or os.getpid() != self._pid:  # a forked child must not remove its parent's file
             return
         self._closed = True

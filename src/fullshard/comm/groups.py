@@ -19,15 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.mesh import grid_of, named_by_members
+from fullshard.comm.group_names import named_by_members
 from fullshard.comm.recorder_files import remove_abandoned
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
 from fullshard.environment import launch
-from fullshard.errors import FullshardError, OptionError, report_errors_as
+from fullshard.errors import FullshardError, report_errors_as
 
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
@@ -406,31 +405,3 @@ def raise_first_error(error: FullshardError | None, members: list[int], errors: 
         if other is not None:
             kind, what, remedy = other
             raise kind(f"rank {rank} reports: {what}", remedy)
-
-
-def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
-    """Rows are shard groups, columns replicas. None is all ranks: one row, or with hybrid one a node."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if mesh is not None:
-        return grid_of(mesh, hybrid, rank, ranks)
-    inner = launch().local_ranks if hybrid else ranks
-    if ranks % inner:
-        raise OptionError(f"{ranks} ranks cannot be split in nodes of {inner}", "Give a mesh.")
-    return torch.arange(ranks).view(-1, inner)
-
-
-def sums_on_the_way(grid: torch.Tensor, device: torch.device, wire_bytes: int, sum_bytes: int) -> bool:
-    """Whether a reduce-scatter sends less between nodes than an all-to-all would.
-
-    It sums inside a node before it crosses to the next, so what crosses is the sum's bytes divided by the
-    ranks of a node; in an all-to-all every rank's own message crosses. Inside one node, or with one rank a
-    node, the all-to-all of narrower gradients sends less. gloo's reduce-scatter is an all-reduce.
-    """
-    rank, inner = dist.get_rank(), getattr(dist.group.WORLD, "node_ranks", None)
-    if inner is None:  # the group does not state how many of its ranks share a node, but the launcher does
-        if device.type == "cpu" or dist.get_backend() == "gloo":
-            return False
-        inner = launch().local_ranks
-    row = grid[int(torch.where(grid == rank)[0][0])].tolist()
-    nodes = len({r // inner for r in row})
-    return nodes > 1 and sum_bytes * nodes < wire_bytes * len(row)

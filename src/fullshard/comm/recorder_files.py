@@ -1,4 +1,4 @@
-"""The file format of operation records, and reading another rank's file. See `records`."""
+"""The file format of the flight recorder, and reading another rank's file. See `flight_recorder`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Place:
     waiting: bool
     since_s: float
     alive: bool
-    left: bool = False  # it closed its record: it takes part in no more operations
+    left: bool = False  # it closed its recorder: it takes part in no more operations
 
     @property
     def operation(self) -> str:
@@ -65,9 +65,9 @@ class Place:
         return f"rank {self.rank}: outside any operation for {self.since_s:.1f} s; {last}"
 
 
-class Entry(
-    NamedTuple
-):  # one operation in a ring; a tuple, for a frozen dataclass takes thrice as long to make
+class Entry(NamedTuple):
+    """One operation in a ring. Not a frozen dataclass, which takes three times as long to create."""
+
     number: int
     label: bytes
     step: int
@@ -96,7 +96,7 @@ def digest(text: bytes) -> int:
 
 @cache
 def host() -> int:
-    """This boot of this host and its pids: anywhere else neither pids nor the clock can be compared."""
+    """Identifies this boot and pid namespace: elsewhere neither pids nor clocks can be compared."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return digest(file.read() + os.readlink("/proc/self/ns/pid").encode())
@@ -105,7 +105,7 @@ def host() -> int:
 
 
 def start_time(pid: int) -> int | None:
-    """When the process began, in clock ticks; None: it is gone or a zombie; 0: this system does not say."""
+    """When the process began, in clock ticks; None: it is gone or a zombie; 0: not known on this system."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             after_name = file.read().rpartition(b")")[2].split()  # the name may hold spaces and brackets
@@ -121,7 +121,7 @@ def start_time(pid: int) -> int | None:
 
 
 def cpu_time(pid: int, depth: int = 0) -> float:
-    """Seconds of processor time of a process and its descendants; 0 where the system does not say."""
+    """Seconds of processor time of a process and its descendants; 0 where it is not known."""
     total = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -134,7 +134,7 @@ def cpu_time(pid: int, depth: int = 0) -> float:
 
 
 class Peer:
-    """Reads one rank's file. By pread, not by mapping: reading a mapped file that was cut short kills."""
+    """Reads one rank's file. By pread: reading a mapped file that was truncated would kill the process."""
 
     def __init__(self, file: int, rank: int, ranks: int) -> None:
         self._file, self._rank, self._ranks = file, rank, ranks
@@ -177,7 +177,7 @@ class Peer:
         try:
             alive = pid > 0 and start_time(pid) == start
         except (OSError, OverflowError):
-            alive = True  # could not look, for instance no file descriptor left: do not cry wolf
+            alive = True  # not known, for instance with no file descriptor left: no false alarm
         channel, phase, unit = self._text(label) if number else ("", "", "")
         since_s = max(0, time.monotonic_ns() - (left_ns or time_ns)) / 1e9
         return Place(
@@ -199,7 +199,7 @@ class Peer:
         return cpu_time(HEADER.unpack(data)[2]) if data else 0.0
 
     def place_in(self, entry: Entry) -> Place | None:
-        """The rank's place, told for one of its operations."""
+        """The rank's place in one of its operations."""
         now, (channel, phase, unit) = self.place(), self._text(entry.label)
         if now is None or (now.channel, now.number) == (channel, entry.number):
             return now
@@ -213,14 +213,14 @@ class Peer:
 
     @staticmethod
     def agrees(ring: bytes, number: int, label_hash: bytes) -> bool:
-        """Whether the rank began this very operation: the short way. No says nothing."""
+        """A fast check that the rank began this operation. False means unknown."""
         if not ring:
             return False
         first, label, _, _, last = ENTRY.unpack_from(ring, (number & (RING - 1)) * ENTRY.size)
         return bool(first == last == number and label[16:] == label_hash)
 
     def entry(self, channel: str, number: int) -> Entry | None:
-        """What the ring holds where `number` belongs: an older number says that it has not begun, a newer
+        """The operation in the ring's place of `number`: an older number means that it has not begun, a newer
         one that it has. None: not known."""
         found = self._channel(channel)
         if found is None:
@@ -259,7 +259,7 @@ class Peer:
             size = self._read(start, 2) if offset > 0 else None
             text = self._read(start + 2, int.from_bytes(size, sys.byteorder)) if size else None
             parts = text.decode(errors="replace").split("\0", 2) if text and digest(text) == expected else []
-            if len(parts) != 3:  # no room in the table, or garbage: the channel is still worth telling
+            if len(parts) != 3:  # no room in the table, or garbage: the channel is still known
                 names = self._names()
                 return names[index] if 0 <= index < len(names) else "?", "?", "?"
             self._texts[label] = parts[0], parts[1], parts[2]

@@ -1,4 +1,4 @@
-"""Waiting for collectives, and what is said when one does not end."""
+"""Waiting for collectives, and the errors that are raised when one cannot complete."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
 _IDLE_S = 5.0
-_BUSY = 0.02  # of a processor; threads that only look after connections use less
+_BUSY = 0.02  # of a processor; threads that only serve connections use less
 
 
 class Operation:
-    """A collective in flight. `wait` returns when its result may be used on the current stream."""
+    """A collective in flight. After `wait` its result may be used on the current stream."""
 
     __slots__ = ("_after", "_watchdog", "_work", "channel", "number")
 
@@ -42,10 +42,10 @@ class Operation:
 
 
 class IdleWatch:
-    """Ranks that have not come and compute nothing: they wait for something that is not ours.
+    """Finds ranks that have not begun an operation and compute nothing: they wait for something else.
 
-    A rank may be late for a save because it is still busy. One that has used no processor for seconds, with
-    all the processes it started, sits in somebody else's barrier, or sleeps.
+    A rank may be late for a save because it is still busy. One that has used no processor time for seconds,
+    together with all processes it started, waits in a barrier that is not ours, or sleeps.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
@@ -64,7 +64,7 @@ class IdleWatch:
 
 
 class Watchdog:
-    """Waits with one eye on the other ranks' records."""
+    """Waits for operations while it watches the other ranks' flight recorders."""
 
     def __init__(self, recorder: FlightRecorder, host_waits: bool, stall_timeout_s: float) -> None:
         self.recorder, self.host_waits, self._stall_timeout_s = recorder, host_waits, stall_timeout_s
@@ -109,24 +109,24 @@ class Watchdog:
 
     @property
     def profiled(self) -> bool:
-        """Whether no operation may be left under way, because torch's profiler may stop before it is over.
+        """Whether no operation may be left in flight, because torch's profiler may stop before it completes.
 
-        gloo's thread notes the end of an operation for the profiler that ran when it began, even if that has
-        stopped since; the note then goes into memory that the profiler has freed, and somebody else has got.
+        gloo's thread reports the end of an operation to the profiler that ran when it began, even if that has
+        stopped since; it then writes into memory that the profiler has freed.
         """
         return self.host_waits and bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def check_agreement(self) -> None:
-        """At the end of each pass: were all ranks of this host in the same operations?
+        """At the end of each pass: raise if ranks of this host were in different operations.
 
-        Not after each operation: looking at one peer's record costs as much as issuing a gather.
+        Not after each operation: reading one peer's recorder costs as much as issuing a gather.
         """
         for channel in self.recorder.channels():
-            strangers = self.recorder.disagreement(channel)
-            if strangers:
+            differing = self.recorder.disagreement(channel)
+            if differing:
                 raise RankMismatch(
                     f"ranks are in different operations: {self.recorder.places()[self.recorder.rank]}; "
-                    + "; ".join(map(str, strangers)),
+                    + "; ".join(map(str, differing)),
                     "Every rank must make the same calls on a sharded model in the same order.",
                 )
 

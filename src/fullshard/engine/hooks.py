@@ -261,8 +261,9 @@ class MethodGuard(Attached):
         return types.MethodType  # Fabric and inspect ask whether a method is one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shown_whole = self.runtime.options.replicated and self.method.__name__ not in _RESETS
-        if self.unit.pass_state.depth or self.unit.is_unsharded or shown_whole:
+        shows_all = self.runtime.options.replicated and self.method.__name__ not in _RESETS
+        shows_all |= self.runtime.initialising is not None  # gathers a unit when its values are touched
+        if self.unit.pass_state.depth or self.unit.is_unsharded or shows_all:
             return self.method(*args, **kwargs)
         raise AtRestError(
             f"method {self.method.__name__!r} of {type(self.method.__self__).__name__} reads "
@@ -375,11 +376,11 @@ def _attach_inside(runtime: Runtime, unit: LiveUnit) -> None:
     owners: dict[nn.Module, list[str]] = {}
     for module, attribute in unit.sites:
         owners.setdefault(module, []).append(attribute)
-    places = _places(unit)
+    places, called = _places(unit), set(unit.modules)
     for module, attributes in owners.items():
         if isinstance(module, nn.Linear) and module in places:
             module.__dict__["forward"] = DirectLinear(runtime, unit, module, places[module])
-        if module not in unit.modules and has_forward(module):
+        if module not in called and has_forward(module):
             unit.slots.add_forward(module, StandIn(runtime, unit, module))
         for name, reads in _reading_methods(module, attributes).items():
             module.__dict__[name] = MethodGuard(runtime, unit, getattr(module, name), reads)

@@ -50,10 +50,11 @@ from fullshard.engine.direct import Place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.home import DeviceHome, Home
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.tensor_parallel import exchange, show_dtensor
 from fullshard.engine.wire import Wire, parameter_wire
 from fullshard.errors import StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
-from fullshard.plan.tensor_parallel import Spec, exchange, local_of, show_dtensor, spec_of
+from fullshard.plan.tensor_parallel import Spec, local_of, spec_of
 from fullshard.precision import LaneDtypes
 
 _requires_grad = attrgetter("requires_grad")

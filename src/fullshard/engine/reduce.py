@@ -41,12 +41,12 @@ from fullshard.engine.reduce_buffers import (
     take_over_grads,
     unpackable,
 )
+from fullshard.engine.tensor_parallel import local_gradients
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.schedule import in_flight_limit
-from fullshard.plan.tensor_parallel import local_gradients
 
 _PLAIN = PlainWire(torch.float32)  # sums rows of any dtype
 _grad = attrgetter("grad")

@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ _TRIM_EVERY = 10  # passes
 _SETTLED = 3
 _version = attrgetter("_version")
 
-M = TypeVar("M", bound=nn.Module)
+DEFERRED = "_fullshard_deferred"
 
 
 class Turn:
@@ -76,6 +76,9 @@ class Runtime:
         self.reduction = Reduction(self.units, comm, options)
         self.reduction.before_send = self.gathering.pass_backward_to
         self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
+        # Set while scripts still initialise a new model's values; called before units are opened.
+        self.initialising: Callable[[], None] | None = None
+        self._units_by_module = {module: unit for unit in units for module in unit.modules}
         self._computing = [c for lane in self.lanes for c in lane.compute_parameters]
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
@@ -171,32 +174,38 @@ class Runtime:
 
     # ---- for integrations
 
-    def units_of(self, module: nn.Module) -> list[LiveUnit]:
-        """Units that hold parameters of `module`."""
-        inside = {id(p) for p in module.parameters()}
-        return [u for u in self.units if any(id(p) in inside for lane in u.lanes for p in lane.parameters)]
+    @property
+    def model(self) -> nn.Module:
+        """The module that was sharded."""
+        return self.root.modules[0]
 
-    def unit_of(self, module: nn.Module) -> LiveUnit | None:
-        """The unit whose forward is this module's."""
-        return next((unit for unit in self.units if module in unit.modules), None)
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward or backward of the model runs."""
+        return self.gathering.forward is not None or current_task() != NO_TASK
 
     @property
     def is_idle(self) -> bool:
         """Whether no forward, backward, fs.full or fs.inference runs."""
-        gathering = self.gathering
-        running = gathering.forward or gathering.backward or gathering.inference or current_task() != NO_TASK
-        return not running and not any(unit.is_unsharded or unit.pass_state.depth for unit in self.units)
+        is_open = self.gathering.inference is not None or any(u.is_unsharded for u in self.units)
+        return not self.in_pass and not is_open
 
-    def abandon(self) -> None:
-        """Forget the running pass, with what is in flight for it."""
-        self.gathering.abandon_pass()
-        self.reduction.drop()
-        self.gathering.recover()
+    def unit_of(self, module: nn.Module) -> LiveUnit | None:
+        """The unit that is gathered for the forward of this module."""
+        return self._units_by_module.get(module)
 
-    def postpone_reduction(self, flag: bool) -> bool:
-        """Gradients of the following backwards wait, where the strategy allows it; returns what was set."""
-        before, self.reduction.postponing = self.reduction.postponing, flag
-        return before
+    def units_of(self, module: nn.Module) -> list[LiveUnit]:
+        """The units that hold parameters of this module."""
+        return self.units_holding(p for _, p in nn.Module.named_parameters(module))
+
+    def units_holding(self, parameters: Iterable[nn.Parameter]) -> list[LiveUnit]:
+        """The units that hold any of these parameters. One that is tied may belong to an outer unit."""
+        held = {id(p) for p in parameters}
+        return [u for u in self.units if any(id(p) in held for lane in u.lanes for p in lane.parameters)]
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Lane, int]]:
+        """Every sharded parameter with its lane and its index there, in one order on all ranks."""
+        return ((p, lane, index) for lane in self.lanes for index, p in enumerate(lane.parameters))
 
     @property
     def observer(self) -> Observer | None:
@@ -213,6 +222,16 @@ class Runtime:
         """Replace a unit's policy between steps; the same on all ranks."""
         unit.policy = policy
         self.gathering.policy_changed()
+
+    def postpone_reduction(self, flag: bool) -> None:
+        """Whether gradients of the backwards to come wait for a later one, where the strategy allows it."""
+        self.reduction.postponing = flag
+
+    def abandon(self) -> None:
+        """Forget an interrupted or failed pass, with its gathers and reduces in flight."""
+        self.gathering.abandon_pass()
+        self.reduction.drop()
+        self.gathering.recover()
 
     def forget_failed_backward(self) -> None:
         failed = self.gathering.backward is not None or self.reduction.in_flight
@@ -424,22 +443,30 @@ class Runtime:
         """Parameters of these units hold unsharded values."""
         if current_task() != NO_TASK or self.gathering.forward is not None:
             raise StateError("fs.full inside a forward or backward", "Open it between steps.")
+        if self.initialising is not None:
+            self.initialising()
         fresh = [unit for unit in units if not unit.is_unsharded]
         for unit in fresh:
-            for lane in unit.lanes:
-                lane.unshard()
-            unit.is_unsharded = True
+            unit.is_unsharded = True  # first: a parameter without values yet must not open its unit once more
+            try:
+                for lane in unit.lanes:
+                    lane.unshard()
+            except BaseException:
+                unit.is_unsharded = False
+                raise
         self.comm.check_agreement()
         try:
             yield
         finally:
             for unit in fresh:
-                unit.is_unsharded = False
-                for lane in unit.lanes:
-                    if writeback:
-                        lane.take_replaced()
-                        self._first_ranks_edits(lane, warn)
-                    lane.reshard(writeback)
+                try:
+                    for lane in unit.lanes:
+                        if writeback:
+                            lane.take_replaced()
+                            self._first_ranks_edits(lane, warn)
+                        lane.reshard(writeback)
+                finally:
+                    unit.is_unsharded = False
                 unit.release()
 
     def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
@@ -480,8 +507,18 @@ def _at_end_of_task(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+class Deferred(Protocol):
+    """What a module carries under DEFERRED that an integration shards, or the module inside, at first use."""
+
+    def begin(self, used: bool) -> nn.Module:
+        """Shard the model unless that was done, and return the module that carries the engine.
+
+        `used` also ends the time in which scripts initialise its values.
+        """
+
+
 def engine_of(module: Any) -> Runtime | None:
-    """What this very module carries, as a part of a sharded model. Asking begins nothing."""
+    """The engine of this very module, as part of a sharded model. Never starts deferred sharding."""
     return module.__dict__.get("_fullshard") if isinstance(module, nn.Module) else None
 
 
@@ -489,23 +526,19 @@ def is_sharded(module: Any) -> bool:
     return engine_of(module) is not None
 
 
-def model_of(model: M) -> M:
-    """The model itself, where `model` is a wrapper that stands for it, and shards it when first used."""
-    inside = getattr(type(model), "fullshard_model", None)
-    return model if inside is None else inside(model)
+def model_of(model: nn.Module, used: bool = False) -> nn.Module:
+    """The module that carries the engine: `model`, or the one inside a wrapper. Starts deferred sharding."""
+    deferred: Deferred | None = model.__dict__.get(DEFERRED) if isinstance(model, nn.Module) else None
+    return model if deferred is None else deferred.begin(used)
 
 
 def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
-    """The engine of a sharded module. `used` ends the time in which torch_fsdp lets scripts initialise it."""
-    module = model_of(module)
-    runtime = engine_of(module)
-    if runtime is None or used:
-        marked = module if runtime is None else runtime.root.modules[0]
-        begin = marked.__dict__.get("_fullshard_begin") if isinstance(marked, nn.Module) else None
-        if begin is not None:
-            begin(marked)  # marked by torch_fsdp, to be sharded, or to have its values, when first used
-            runtime = engine_of(module)
+    """The engine of a sharded module. `used` as in Deferred.begin."""
+    model = model_of(module, used)
+    runtime = engine_of(model)
     if runtime is None:
-        raise StateError(f"{type(module).__name__} is not sharded", "Call fs.shard(model) first.")
+        raise StateError(f"{type(model).__name__} is not sharded", "Call fs.shard(model) first.")
+    if used:
+        model_of(runtime.model, used)  # `module` may be a part of it that carries no request
     runtime.gathering.forget_interrupted()
     return runtime

@@ -121,6 +121,14 @@ class LiveUnit:
     def hold(self, inner: list[LiveUnit]) -> None:
         self.inner, self.inner_indices = inner, frozenset(unit.index for unit in inner)
 
+    def unsharded_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """The shape that each of its parameters has inside fs.full."""
+        return {
+            parameter: piece.shape
+            for lane in self.lanes
+            for parameter, piece in zip(lane.parameters, lane.layout.pieces, strict=True)
+        }
+
     duplicate: Callable[[dict[int, Any]], dict[int, Any]]  # set by the runtime
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

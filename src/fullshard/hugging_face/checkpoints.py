@@ -20,10 +20,10 @@ from torch import nn
 from fullshard import extras
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.commit import find, is_checkpoint
-from fullshard.checkpoint.contents import canonical
 from fullshard.checkpoint.hugging_face import folders
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.opening import open_checkpoint
+from fullshard.checkpoint.loading.opening import open_checkpoint
+from fullshard.checkpoint.parameters import canonical
 from fullshard.checkpoint.save import save
 from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import CheckpointError, NotSupported
@@ -232,7 +232,7 @@ def _merged_weights(original: Any) -> Any:
             raise CheckpointError(f"{str(to)!r} is the checkpoint itself", "Merge into another folder.")
         source = open_checkpoint(folder)
         try:
-            state = {name: source.read_whole(stored) for name, stored in source.model.items()}
+            state = {name: source.read_tensor(stored) for name, stored in source.model.items()}
         finally:
             source.close()
         to.mkdir(parents=True, exist_ok=True)

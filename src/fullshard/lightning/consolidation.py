@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
 from fullshard.checkpoint.format.values import decode
-from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
-from fullshard.checkpoint.trees import SHARED_FILE, rank_file
+from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, place_of, values_of
 
@@ -72,13 +72,13 @@ def _decode(source: Checkpoint, file: str, tree: Any) -> Any:
     large = source.values(file)
 
     def stored(name: str) -> torch.Tensor:
-        return source.read_whole(large[name])
+        return source.read_tensor(large[name])
 
     return decode(tree, stored)
 
 
 def _state_dict(source: Checkpoint) -> dict[str, Any]:
-    found: dict[str, Any] = {name: source.read_whole(stored) for name, stored in source.model.items()}
+    found: dict[str, Any] = {name: source.read_tensor(stored) for name, stored in source.model.items()}
     found |= {other: found[name] for other, name in source.manifest.tied.items()}
     for module, tree in source.manifest.modules.items():
         found[f"{module}._extra_state".lstrip(".")] = _decode(source, rank_file(0), tree)
@@ -117,4 +117,4 @@ def _value(source: Checkpoint, name: str, said: Any) -> Any:
             f"optimizer state {name!r} is kept in a form of its own on each rank, and has no whole",
             "Read the weights alone, with `fullshard export`.",
         )
-    return source.read_whole(source.optimizer[name])
+    return source.read_tensor(source.optimizer[name])

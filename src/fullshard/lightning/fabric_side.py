@@ -17,7 +17,7 @@ from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import CheckpointError, NotSupported
 from fullshard.lightning import checkpoints
 from fullshard.lightning.precisions import engine_precision
-from fullshard.lightning.sharding import Place, ShardOptions, refuse_checkpoint_io, shard_module, split
+from fullshard.lightning.sharding import Place, StrategyOptions, refuse_checkpoint_io, shard_module, split
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -50,7 +50,7 @@ def inner(module: Any) -> Any:
 class FabricSide(_Base):
     """Shards each module that is set up, and saves and loads on all ranks together."""
 
-    def __init__(self, **options: Unpack[ShardOptions]) -> None:
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         mro = type(self).__mro__
         self._ours, theirs = split(dict(options), mro[mro.index(FabricSide) + 1])
         super().__init__(**theirs)

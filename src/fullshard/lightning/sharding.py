@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -20,31 +20,20 @@ from fullshard.plan.units import find_units, has_forward
 from fullshard.precision import Precision
 
 
-class ShardOptions(TypedDict, total=False):
-    """What `fs.shard` takes, under the same names, and what a strategy needs beside it.
+class StrategyOptions(_options.ShardOptions, total=False):
+    """Options of `fs.shard` under the same names, and what a strategy needs in addition.
 
     precision: None follows Lightning's own `precision=`; see `fullshard.lightning.precisions`.
     ranks_inside: for hybrid, how many ranks share one copy; a mesh cannot be made before the processes are.
-    weights_only: of checkpoints, where Lightning says nothing: False reads values that could run code.
+    weights_only: of checkpoints, where Lightning does not specify it: False reads values that could run code.
     """
 
-    strategy: str
     precision: str | Precision | None
-    mesh: DeviceMesh | None
     ranks_inside: int | None
     weights_only: bool | None
-    units: Any
-    checkpoint_activations: bool
-    ignore: Any
-    initial: str
-    materialize: Callable[[nn.Module], Any] | None
-    check_gradients: bool
-    prefetch: bool
-    keep_full: int | str | None
-    reduce: str
-    across: str
 
 
+_NAMES = tuple(get_type_hints(StrategyOptions))
 _BESIDE = ("precision", "ranks_inside", "weights_only")  # not for fs.shard, or in another form
 # Of Lightning's own data parallel strategy, which is our base class: these mean something only there.
 _NOT_OURS = ("self", "kwargs", "checkpoint_io", "model_averaging_period")
@@ -54,7 +43,7 @@ def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, 
     """Our options, and those of Lightning's base class. What neither knows is an error, never ignored."""
     signature = inspect.signature(base.__init__)  # type: ignore[misc]
     lightnings = [n for n in signature.parameters if n not in _NOT_OURS and not n.startswith("ddp_")]
-    ours = {name: value for name, value in given.items() if name in ShardOptions.__annotations__}
+    ours = {name: value for name, value in given.items() if name in _NAMES}
     theirs = {name: value for name, value in given.items() if name not in ours}
     start = theirs.pop("start_method", "popen")
     if start != "popen":
@@ -66,7 +55,7 @@ def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, 
     refuse_checkpoint_io(theirs.pop("checkpoint_io", None))
     unknown = sorted(theirs.keys() - set(lightnings))
     if unknown:
-        known = ", ".join(dict.fromkeys((*ShardOptions.__annotations__, *lightnings)))
+        known = ", ".join(dict.fromkeys((*_NAMES, *lightnings)))
         raise OptionError(f"unknown option {unknown[0]!r} for a FullShardStrategy", f"Choose from: {known}.")
     if ours.get("ranks_inside") is not None:
         _check_ranks_inside(ours)
@@ -123,14 +112,9 @@ def _called_alone(module: nn.Module, options: dict[str, Any], precision: Precisi
     Each part that may be called by itself is a unit beside those that are found anyhow. In the root it would
     be opened layer by layer, and each layer's call would bring all of the root.
     """
-    said = _options.parse(
-        strategy=options.get("strategy", "zero3"),
-        precision=precision,
-        units=None,
-        ignore=options.get("ignore", ()),
-        checkpoint_activations=options.get("checkpoint_activations", False),
-    )
-    found = {m for unit in find_units(module, said)[1:] for m in unit.modules}
+    chosen = {k: v for k, v in options.items() if k in ("strategy", "ignore", "checkpoint_activations")}
+    units = find_units(module, _options.parse(precision=precision, **chosen))
+    found = {m for unit in units[1:] for m in unit.modules}
     found |= {part for part in _parts(module) if next(part.parameters(), None) is not None}
     return found.__contains__
 
@@ -165,7 +149,8 @@ def _refuse_other_options(module: nn.Module, made: Any, ours: dict[str, Any], pr
             f"{new[0]!r} was put into {type(module).__name__} after it had been sharded",
             "In configure_model, return early if the layers are there already.",
         )
-    asked = {"strategy": "zero3", "across": "replicate"} | ours | {"precision": precision}
+    asked = {name: _options.TABLE[name].default for name in ("strategy", "across")}
+    asked |= ours | {"precision": precision}
     for name in ("strategy", "across", "precision", "checkpoint_activations", "check_gradients"):
         if name in asked and asked[name] != getattr(made, name):
             raise StateError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.checkpoint import contents
+from fullshard.checkpoint.parameters import sites
 from fullshard.engine.runtime import is_sharded, runtime_of
 
 
@@ -20,8 +20,8 @@ def count_whole(trainer: Any) -> None:
 
 def _summary(make: Any, callback: Any, trainer: Any, module: nn.Module) -> Any:
     found = make(callback, trainer, module)
-    sites = contents.sites(runtime_of(module), module) if is_sharded(module) else []
-    sizes = {id(s.parameter): s.piece.num_elements for s in sites if s.lane is not None}
+    parameters = sites(runtime_of(module), module) if is_sharded(module) else []
+    sizes = {id(s.parameter): s.piece.num_elements for s in parameters if s.lane is not None}
 
     def count(parameters: Any) -> int:
         return sum(sizes.get(id(p), p.numel()) for p in parameters)

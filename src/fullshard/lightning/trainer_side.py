@@ -28,7 +28,7 @@ from fullshard.lightning.consolidation import read_values
 from fullshard.lightning.passes import in_one_pass, take_part
 from fullshard.lightning.precisions import engine_precision, is_mixed
 from fullshard.lightning.rounds import Rounds, skip_together
-from fullshard.lightning.sharding import Place, ShardOptions, refuse_checkpoint_io, shard_module, split
+from fullshard.lightning.sharding import Place, StrategyOptions, refuse_checkpoint_io, shard_module, split
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -56,7 +56,7 @@ class Metadata(dict[str, Any]):
 class TrainerSide(_Base):
     """Shards the LightningModule, and saves and loads it on all ranks together."""
 
-    def __init__(self, **options: Unpack[ShardOptions]) -> None:
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         self._ours, theirs = split(dict(options), _base_of(type(self)))
         super().__init__(**theirs)
         self._plain_file = False  # the checkpoint that was loaded last is one file, not a folder of ours

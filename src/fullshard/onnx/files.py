@@ -18,11 +18,10 @@ from torch import nn
 from torch.distributed import is_initialized
 
 from fullshard import api
-from fullshard.checkpoint import commit
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.tools.commands import as_damage, identify
+from fullshard.checkpoint.tools.paths import identify_one
 from fullshard.comm.control import ControlGroup, control_group, end_groups
-from fullshard.engine.runtime import model_of, runtime_of
+from fullshard.engine.runtime import is_sharded, model_of, runtime_of
 from fullshard.environment import launch
 from fullshard.errors import CheckpointError, NotSupported, OptionError
 from fullshard.extras import need
@@ -62,7 +61,7 @@ def export(
     model = model_of(model)
     given = {name: value.detach().cpu() for name, value in _checked(inputs).items()}
     wanted = Wanted(Path(os.path.abspath(file)), given, default_axes(given) if axes is None else axes, check)
-    if not {"_fullshard", "_fullshard_begin"} & model.__dict__.keys():
+    if not is_sharded(model):
         prepare(wanted)
         return write(_sharing_memory(model), wanted)
     comm = runtime_of(model).comm
@@ -99,7 +98,7 @@ def export_checkpoint(
         api.shard(model, strategy="replicate")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say the same
-            notes = _loaded(folder, model)
+            notes = load(folder, model).notes
         with api.full(model, writeback=False):
             plain = unsharded(model)
             given = _example(plain) if subject is None else dict(subject.inputs)
@@ -165,22 +164,8 @@ def _on_first_rank(control: ControlGroup, work: Callable[[], list[str]]) -> list
 # ---- a checkpoint
 
 
-def _loaded(folder: Path, model: nn.Module) -> list[str]:
-    """What fs.load has to note. Damage is told from what is wrong otherwise: the command's exit code."""
-    try:
-        return list(load(folder, model).notes)
-    except CheckpointError as error:
-        raise (as_damage(error) if "damaged" in error.remedy else error) from error
-
-
 def _folder(path: Path) -> Path:
-    subject = identify(path)
-    if subject.kind == "root":
-        newest = commit.latest(path)
-        hint = "" if newest is None else f"; the newest is {str(newest)!r}"
-        raise CheckpointError(
-            f"{str(path)!r} holds checkpoints and is none itself", f"Name one of them{hint}."
-        )
+    subject = identify_one(path)
     if subject.kind == "unfinished":
         raise CheckpointError(f"{str(path)!r} is a save that was not finished", "Name a complete one.")
     return subject.folder

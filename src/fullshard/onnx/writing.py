@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import files
-from fullshard.checkpoint.tools.wording import as_bytes_text, printable
+from fullshard.checkpoint.tools.report import as_bytes_text, printable
 from fullshard.engine.tensors import tensors_in
 from fullshard.errors import CheckpointError, ModelError, NotSupported, OptionError
 from fullshard.extras import need

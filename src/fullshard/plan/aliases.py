@@ -1,8 +1,8 @@
-"""Other places that hold a parameter: list and dict attributes, plain objects, closures.
+"""Aliases of a parameter outside `_parameters`: in list and dict attributes, plain objects and closures.
 
-An LSTM keeps its weights in a list beside its attributes; a hook may have captured one. Each such
-place is found before sharding and then shows the same value as the attribute does. A place that
-cannot be written (a tuple, a default argument) is an error: it would keep showing the shard.
+An LSTM also keeps its weights in a list; a hook may have captured one. Each alias is found before sharding
+and is then switched together with the attribute. An alias that cannot be rewritten (in a tuple, a default
+argument) is an error: it would keep showing the shard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Alias:
 
 
 class Cell:
-    """A closure cell as a container, so that a captured parameter is one place like any other."""
+    """A closure cell as a container, so that a captured parameter is an alias like any other."""
 
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
@@ -45,43 +45,43 @@ class Cell:
 
 
 def find_aliases(model: nn.Module) -> dict[int, list[Alias]]:
-    """Places outside `_parameters`, by the id of the parameter they hold."""
-    wanted = {id(p): name for name, p in model.named_parameters()}
-    found: dict[int, list[Alias]] = {}
+    """Aliases by the id of their parameter."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    aliases: dict[int, list[Alias]] = {}
     seen: set[int] = set()
     for module in model.modules():
         for name, value in vars(module).items():
             if name in _OWN:
                 continue
-            if isinstance(value, nn.Parameter) and id(value) in wanted:
-                found.setdefault(id(value), []).append(Alias(module, vars(module), name))
+            if isinstance(value, nn.Parameter) and id(value) in names:
+                aliases.setdefault(id(value), []).append(Alias(module, vars(module), name))
                 continue
-            for container, key, parameter in _inside(value, seen, wanted, _DEPTH):
-                found.setdefault(id(parameter), []).append(Alias(module, container, key))
-    return found
+            for container, key, parameter in _inside(value, seen, names, _DEPTH):
+                aliases.setdefault(id(parameter), []).append(Alias(module, container, key))
+    return aliases
 
 
 def _inside(
-    value: Any, seen: set[int], wanted: dict[int, str], depth: int
+    value: Any, seen: set[int], names: dict[int, str], depth: int
 ) -> Iterator[tuple[Any, Any, nn.Parameter]]:
-    if depth == 0 or id(value) in seen or not _worth_a_look(value):
+    if depth == 0 or id(value) in seen or not _may_hold_parameters(value):
         return
     seen.add(id(value))
     for container, key, item in _items(value):
         if isinstance(item, nn.Parameter):
-            if id(item) in wanted:
+            if id(item) in names:
                 if container is None:
                     raise ModelError(
-                        f"parameter {wanted[id(item)]!r} is also kept in a {type(value).__name__} of the "
-                        "model, which cannot be rewritten and would go on showing a shard",
+                        f"parameter {names[id(item)]!r} is also kept in a {type(value).__name__} of the "
+                        "model, which cannot be rewritten and would keep showing a shard",
                         "Keep it in a list or a dict, or read it from the module.",
                     )
                 yield container, key, item
         else:
-            yield from _inside(item, seen, wanted, depth - 1)
+            yield from _inside(item, seen, names, depth - 1)
 
 
-def _worth_a_look(value: Any) -> bool:
+def _may_hold_parameters(value: Any) -> bool:
     if isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer | type | str | bytes | int | float):
         return False
     return isinstance(

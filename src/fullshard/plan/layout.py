@@ -1,12 +1,12 @@
-"""Units and a rank count to intervals and offsets: pure integers.
+"""Where each element of a lane is, as plain integers.
 
-A lane lays its parameters end to end and cuts the whole in equal intervals, element by element:
+A lane lays its parameters end to end and is cut into equal intervals, element by element:
 
     lane      [a a a a|b b b . . .|c c . .]      '.' is padding, so that each start is aligned
     rank 0    [a a a a b b b]                    interval 0
     rank 1    [. . . c c . .]                    interval 1
 
-A parameter may lie on several ranks; every element lies on exactly one.
+A parameter may be on several ranks; every element is on exactly one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGN_BYTES = 16  # unaligned all-gathers were reported twelve times slower
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a whole tensor that a group of ranks holds, where tensor parallelism has cut it.
+    """A rectangle of a tensor that a group of ranks holds, where tensor parallelism has cut it.
 
     `first` is whether this rank is the first of those that hold the same rectangle.
     """
@@ -36,12 +36,12 @@ class Region:
 
     @property
     def in_rows(self) -> bool:
-        """Whole rows only: one interval of the whole tensor's elements."""
+        """Complete rows only: one interval of the tensor's elements."""
         return self.sizes[1:] == self.global_shape[1:]
 
     @property
     def begin(self) -> int:
-        """Where the rows begin, in elements of the whole tensor."""
+        """Where the rows begin, in elements of the tensor."""
         return self.offsets[0] * prod(self.global_shape[1:]) if self.global_shape else 0
 
 
@@ -49,7 +49,7 @@ class Region:
 class Piece:
     """One parameter's place in a lane. `order` lists its dimensions from slowest to fastest in memory.
 
-    With a `region` the parameter is that part of a whole tensor: `shape` is the part's.
+    With a `region` the parameter is that part of a tensor: `shape` is the part's.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a parameter: where it begins in each dimension and how far it reaches."""
+    """A rectangle of a parameter: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -89,7 +89,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every element of a lane lies: rank r keeps [r * interval, (r + 1) * interval)."""
+    """Where every element of a lane is: rank r keeps [r * interval, (r + 1) * interval)."""
 
     pieces: tuple[Piece, ...]
     ranks: int
@@ -111,9 +111,9 @@ class Layout:
         return start - piece.start, stop - piece.start
 
     def written(self, piece: Piece, rank: int, replica: int, replicas: int) -> tuple[int, int]:
-        """The part of `kept` that this rank saves: replicas keep the same, and share the work.
+        """The part of `kept` that this rank saves: replicas keep the same elements and divide the work.
 
-        Of the tensor-parallel ranks that hold the same, the first saves it.
+        Of the tensor-parallel ranks that hold the same elements, the first saves them.
         """
         low = rank * self.interval
         first, last = (low + self.interval * i // replicas - piece.start for i in (replica, replica + 1))
@@ -145,7 +145,7 @@ def lay_out(
 
 
 def with_regions(layout: Layout, regions: Sequence[Region | None]) -> Layout:
-    """The same layout, its pieces known as parts of whole tensors."""
+    """The same layout, with its pieces marked as parts of larger tensors."""
     pairs = zip(layout.pieces, regions, strict=True)
     return replace(layout, pieces=tuple(replace(piece, region=region) for piece, region in pairs))
 
@@ -159,7 +159,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def shard_shape(shape: tuple[int, ...], num_elements: int) -> tuple[int, ...]:
-    """Elements in dim 0, ones after: `p.dim() >= 2` still tells matrices from vectors."""
+    """Elements in dim 0, ones after, so that `p.dim() >= 2` still distinguishes matrices from vectors."""
     return (num_elements,) + (1,) * (len(shape) - 1)
 
 
@@ -175,8 +175,8 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 
 def boxes(piece: Piece, start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a parameter, in memory order, as rectangles of the whole tensor."""
-    found = _boxes(piece.memory_shape, start, stop)
+    """The elements [start, stop) of a parameter, in memory order, as rectangles of the tensor."""
+    memory = _boxes(piece.memory_shape, start, stop)
     back = {d: i for i, d in enumerate(piece.order)}
     axes = [back[d] for d in range(len(piece.shape))]
     begin = (0,) * len(piece.shape) if piece.region is None else piece.region.offsets
@@ -185,7 +185,7 @@ def boxes(piece: Piece, start: int, stop: int) -> list[Box]:
             tuple(b.offsets[i] + begin[d] for d, i in enumerate(axes)),
             tuple(b.sizes[i] for i in axes),
         )
-        for b in found
+        for b in memory
     ]
 
 
@@ -200,16 +200,16 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, last = start // row, (stop - 1) // row
     if first == last:
         return _in_row(shape, first, start - first * row, stop - first * row)
-    found: list[Box] = []
+    parts: list[Box] = []
     if start % row:
-        found += _in_row(shape, first, start - first * row, row)
+        parts += _in_row(shape, first, start - first * row, row)
         first += 1
-    whole_stop = stop // row
-    if whole_stop > first:
-        found.append(Box((first,) + (0,) * (len(shape) - 1), (whole_stop - first, *shape[1:])))
+    complete = stop // row
+    if complete > first:
+        parts.append(Box((first,) + (0,) * (len(shape) - 1), (complete - first, *shape[1:])))
     if stop % row:
-        found += _in_row(shape, whole_stop, 0, stop - whole_stop * row)
-    return found
+        parts += _in_row(shape, complete, 0, stop - complete * row)
+    return parts
 
 
 def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:

@@ -1,40 +1,33 @@
-"""Parameters that torch's tensor parallelism has cut already: everything that knows of DTensor.
+"""How torch's tensor parallelism has cut a model's parameters: meshes, ranks and regions. Changes nothing.
 
-`parallelize_module` leaves DTensors: each rank of one mesh axis holds a part of the tensor. The engine cuts
-that part once more, element by element, over the ranks of the other axis:
+`parallelize_module` makes parameters DTensors: each rank of one mesh axis holds a part of the tensor. The
+engine cuts that part once more, element by element, over the ranks of the other axis:
 
-    whole tensor    [a a a a|b b b b]        cut by torch over 'tp'
+    tensor          [a a a a|b b b b]        cut by torch over 'tp'
     tp rank 0       [a a|a a]                its part, cut here over 'dp'
 
-While a unit is full its modules show DTensors over the full part, so torch's hooks and operators work. At
-rest, and in optimizers, the user's parameter is a plain tensor of this rank's elements. It stays the same
-object: its contents and its class are exchanged. Replacing the objects instead, as others do, would leave an
-optimizer that was built before sharding with parameters that nobody trains.
+`fullshard.engine.tensor_parallel` changes the user's objects accordingly.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _foreach_utils
 
-from fullshard.errors import ModelError, NotSupported, OptionError, StateError
+from fullshard.errors import ModelError, NotSupported, OptionError
 from fullshard.plan.layout import Region
 
-_SPEC = "_tensor_parallel_spec"
+SPEC_ATTRIBUTE = "_tensor_parallel_spec"  # of a parameter that is a plain tensor for now
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How torch has cut one parameter: the mesh axis, what lies where, the whole shape and strides."""
+    """How torch has cut one parameter: mesh axis, placements, and the global shape and strides."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -42,15 +35,15 @@ class Spec:
     stride: tuple[int, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
-        return self  # a mesh is not copied: it stands for the ranks
+        return self  # a mesh cannot be copied
 
     def cuts_like(self, other: torch.Tensor) -> bool:
-        """Whether a DTensor's parts are those of this one."""
-        found = spec_of(other)
-        return found is not None and (found.mesh, found.placements) == (self.mesh, self.placements)
+        """Whether `other` is a DTensor that is cut in the same way."""
+        spec = spec_of(other)
+        return spec is not None and (spec.mesh, spec.placements) == (self.mesh, self.placements)
 
     def wrap(self, part: torch.Tensor) -> DTensor:
-        """This rank's part as the DTensor it belongs to; the same memory."""
+        """The DTensor of which `part` is this rank's part, in the same memory."""
         with torch.no_grad():
             return DTensor.from_local(
                 part,
@@ -62,45 +55,8 @@ class Spec:
             )
 
 
-class ShardedParameter(torch.Tensor):
-    """A tensor-parallel parameter at rest: plain, this rank's elements. An nn.Parameter to isinstance.
-
-    Its slots are those of DTensor, unused, because Python lets an object change its class only to one that
-    is laid out alike.
-    """
-
-    __slots__ = tuple(getattr(DTensor, "__slots__", ()))
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        copied: ShardedParameter = resting(self.data.clone(), self.requires_grad, self.__dict__[_SPEC])
-        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.data.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{self.data!r}"
-
-
-# Optimizers then take their fast paths by default, as for any other parameter.
-_supported = getattr(_foreach_utils, "_foreach_supported_types", None)
-if isinstance(_supported, list) and ShardedParameter not in _supported:
-    _supported.append(ShardedParameter)
-
-
-def resting(values: torch.Tensor, requires_grad: bool, spec: Spec) -> Any:
-    """A parameter of its own that looks like one of the user's at rest."""
-    parameter = torch.Tensor._make_subclass(ShardedParameter, values, requires_grad)
-    parameter.__dict__["_is_param"] = True  # how torch knows a Parameter that is of another class
-    parameter.__dict__[_SPEC] = spec
-    return parameter
-
-
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Torch's tensor parallelism holds it as a DTensor now."""
+    """Whether it is a DTensor at the moment."""
     return isinstance(tensor, DTensor)
 
 
@@ -110,18 +66,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(parameter: torch.Tensor) -> Spec | None:
-    """How it is cut, also while the user's object is plain; None for a parameter that never was a DTensor."""
+    """How it is cut, also while it is a plain tensor; None for a parameter that never was a DTensor."""
     if isinstance(parameter, DTensor):
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         return Spec(parameter.device_mesh, tuple(parameter.placements), shape, stride)
-    return parameter.__dict__.get(_SPEC) if isinstance(parameter, ShardedParameter) else None
+    return vars(parameter).get(SPEC_ATTRIBUTE)
 
 
 # ---- which ranks
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh of the model's DTensors, None if it has none. What cannot be sharded is refused by name."""
+    """The mesh of the model's DTensors, or None. DTensors that cannot be sharded raise an error."""
     found: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -176,7 +132,7 @@ def first_cut_name(model: nn.Module) -> str:
 
 
 def axes_to_shard(mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
-    """Of a mesh that has the tensor-parallel axes as well, the others; by their names."""
+    """The axes of a mesh over which the model is not tensor-parallel yet, by their names."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
         return mesh
     names, theirs = tuple(mesh.mesh_dim_names or ()), set(parallel.mesh_dim_names or ())
@@ -192,7 +148,7 @@ def axes_to_shard(mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
 
 
 def region_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Region:
-    """Where this rank's part lies in the whole. A plain tensor is the same whole on every rank of `mesh`."""
+    """Which part of a tensor this rank holds. A plain tensor is the same on every rank of `mesh`."""
     shape = tuple(tensor.shape)
     placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * mesh.ndim
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
@@ -210,7 +166,7 @@ def region_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Region:
 
 
 def largest_part(tensor: torch.Tensor) -> int:
-    """Elements of the largest part on any rank: the same answer on all, so that all find the same units."""
+    """Elements of the largest part on any rank: equal on all ranks, so that all find the same units."""
     if not isinstance(tensor, DTensor):
         return tensor.numel()
     sizes = list(tensor.shape)
@@ -221,112 +177,8 @@ def largest_part(tensor: torch.Tensor) -> int:
     return int(torch.Size(sizes).numel())
 
 
-# ---- the user's own objects
-
-
-def come_to_rest(parameter: nn.Parameter) -> torch.Tensor:
-    """The user's DTensor becomes plain. Returns what it was, to be given to `undo_rest`."""
-    spec = spec_of(parameter)
-    assert spec is not None
-    twin: torch.Tensor = resting(local_of(parameter).detach(), parameter.requires_grad, spec)
-    exchange(parameter, twin)
-    return twin
-
-
-def undo_rest(parameter: torch.Tensor, twin: torch.Tensor) -> None:
-    exchange(parameter, twin)
-    parameter.__dict__.pop(_SPEC, None)
-
-
-def exchange(parameter: torch.Tensor, twin: torch.Tensor) -> None:
-    """The two objects change contents and class; attributes and hooks stay with `parameter`.
-
-    torch.utils.swap_tensors does the same, but not while a graph holds the contents, such as that of a
-    forward inside fs.full whose result is kept. Here such a graph goes on with the twin, and an error stands
-    where it would give that a gradient.
-    """
-    if isinstance(parameter, DTensor) and parameter.requires_grad:
-        get_gradient_edge(parameter).node.register_prehook(_refuse_late_backward)
-    kind, held, others = type(parameter), _slots(parameter), {**twin.__dict__, **parameter.__dict__}
-    parameter.__class__ = type(twin)
-    _fill_slots(parameter, _slots(twin))
-    twin.__class__ = kind
-    _fill_slots(twin, held)
-    parameter.__dict__.update(others)
-    twin.__dict__.update(others)
-    torch._C._swap_tensor_impl(parameter, twin)
-    hooks = parameter._post_accumulate_grad_hooks
-    if hooks is not None:  # the object has them still, but autograd was told for the other contents
-        parameter._post_accumulate_grad_hooks = hooks
-
-
-def _slots(tensor: torch.Tensor) -> dict[str, Any]:
-    return {name: getattr(tensor, name) for name in ShardedParameter.__slots__ if hasattr(tensor, name)}
-
-
-def _fill_slots(tensor: torch.Tensor, values: dict[str, Any]) -> None:
-    for name in ShardedParameter.__slots__:
-        if name in values:
-            setattr(tensor, name, values[name])
-        elif hasattr(tensor, name):
-            delattr(tensor, name)
-
-
-def _refuse_late_backward(_: Any) -> None:
-    raise StateError(
-        "backward through a forward that ran inside fs.full, or before fs.shard",
-        "Run training forwards on the sharded model, outside fs.full.",
-    )
-
-
-def show_dtensor(parameter: torch.Tensor, spec: Spec, part: torch.Tensor) -> torch.Tensor:
-    """Inside fs.full: the user's object is the DTensor it was. Returns what it was at rest."""
-    twin = nn.Parameter(spec.wrap(part), requires_grad=parameter.requires_grad)
-    exchange(parameter, twin)
-    return twin
-
-
-# ---- gradients
-
-
-def local_gradients(
-    gradients: Sequence[torch.Tensor | None], specs: Sequence[Spec | None]
-) -> list[torch.Tensor | None]:
-    """This rank's part of each gradient, cut as its parameter is.
-
-    Autograd leaves some as sums that are not finished (the weight of a norm whose input is cut by tokens):
-    those are finished here, among the tensor-parallel ranks.
-    """
-    found: list[torch.Tensor | None] = []
-    for gradient, spec in zip(gradients, specs, strict=True):
-        if isinstance(gradient, DTensor) and spec is not None:
-            if tuple(gradient.placements) != spec.placements:
-                gradient = gradient.redistribute(placements=spec.placements)
-            gradient = gradient._local_tensor
-            wait = getattr(gradient, "wait", None)  # one that is still on its way
-            gradient = gradient if wait is None else wait()
-        found.append(gradient)
-    return found
-
-
-# ---- values
-
-
-def uncut(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, on every rank of its mesh: a collective. Any other tensor as it is."""
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def put(into: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole value into a tensor; of a DTensor, each rank its own part."""
-    if isinstance(into, DTensor):
-        value = part_of(value, region_of(into, into.device_mesh))
-    local_of(into).detach().copy_(value)
-
-
 def part_of(value: torch.Tensor, region: Region | None) -> torch.Tensor:
-    """This rank's part of a parameter's value: of a DTensor, or cut from a whole one."""
+    """This rank's part of a parameter's value, which is a DTensor, the part itself, or every element."""
     value = local_of(value)
     if region is None or tuple(value.shape) == region.sizes:
         return value

@@ -1,4 +1,4 @@
-"""Model in, ordered units out: tied, frozen and ignored parameters resolved by name.
+"""The units of a model, in order: tied, frozen and ignored parameters are resolved by name.
 
 With no choice given, units are found from the structure alone:
 - repeated blocks: two or more children of one class in a ModuleList, ModuleDict or Sequential;
@@ -30,32 +30,33 @@ from fullshard.policy import DEFAULT_POLICY, UnitPolicy
 from fullshard.precision import lane_dtypes
 
 LARGE_BYTES = 16 * 2**20
-# Up to this many bytes blocks travel together. Two gloo ranks on a busy 2-core host, zero3, steps of all
+# Up to this many bytes, blocks share a unit. Two gloo ranks on a busy 2-core host, zero3, steps of all
 # settings interleaved, step time against no merging (median of ratios, one run): GPT of 0.3M parameters in
 # 6 blocks 0.85 with 4, 0.85 with 8, 0.86 with 16 MiB; 3.2M in 16 blocks 0.76, 0.87, 0.88; 25M in 32 blocks
 # of 3 MiB, which 4 MiB leaves apart, 1.00, 1.10, 1.10. Settings that made the same units differed by up to
 # 14%: merging helps small models, but 4, 8 and 16 MiB are not told apart by this. 4 holds the least memory.
 MERGE_BYTES = 4 * 2**20
 # On a GPU the host's time decides. GPT of 124M in 12 blocks, bf16, on an H200 (8 simulated ranks, one run,
-# median ms a step; the plain model takes 22.6): 31.7 with 4, 29.8 with 32, 28.5 with 48, 26.3 with 96 MiB.
+# median ms per step; the plain model takes 22.6): 31.7 with 4, 29.8 with 32, 28.5 with 48, 26.3 with 96 MiB.
 CUDA_MERGE_BYTES = 96 * 2**20
 # A model of no more than this is one unit. GPT of 0.3M parameters in 6 blocks, two gloo ranks, zero3, step
 # time to DDP's in the same run: 1.34 with one unit for the blocks and the root, 1.14 with one for all.
 TINY_BYTES = 4 * 2**20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WILDCARDS = set("*?[")
 
 
 @dataclass(frozen=True)
 class Member:
     """One parameter of a unit and every (module, attribute) that holds it.
 
-    In a model that is tensor-parallel, `region` is where this rank's part of it lies.
+    In a tensor-parallel model, `region` is the part that this rank holds.
     """
 
     name: str
     parameter: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
-    references: tuple[Alias, ...] = ()
+    aliases: tuple[Alias, ...] = ()
     region: Region | None = None
 
     @property
@@ -64,7 +65,7 @@ class Member:
 
     @property
     def keeps_dtype(self) -> bool:
-        """BatchNorm's statistics are buffers, and its kernels want parameters of the same dtype."""
+        """BatchNorm's statistics are buffers, and its kernels need parameters of the same dtype."""
         return all(
             isinstance(m, _BatchNorm)
             and m.running_mean is not None
@@ -79,17 +80,17 @@ class Member:
 
 @dataclass(eq=False)
 class Unit:
-    """The parameters that travel together, and the modules whose forward needs them."""
+    """Parameters that are gathered and reduced together, and the modules whose forward needs them."""
 
     name: str
     modules: tuple[nn.Module, ...]
     members: list[Member] = field(default_factory=list)
-    merged: bool = False  # its modules are neighbouring blocks, not the places of a tie
+    merged: bool = False  # its modules are neighbouring blocks, not those that share a tied parameter
     policy: UnitPolicy = DEFAULT_POLICY
 
 
 def looks_up_only(modules: Sequence[nn.Module]) -> bool:
-    """Embeddings alone: the gradient of a lookup needs the indices, not the table."""
+    """Only embeddings: the gradient of a lookup needs the indices, not the table."""
     return all(type(m) is nn.Embedding and m.max_norm is None for m in modules)
 
 
@@ -101,7 +102,7 @@ def find_units(model: nn.Module, options: Options) -> list[Unit]:
     chosen = _chosen(model, options)
     parents = {child: module for module in model.modules() for child in module.children()}
     if options.units is None and _is_tiny(members, options):
-        together, groups = [], []  # one unit: nothing to overlap that is worth its hooks and messages
+        together, groups = [], []  # one unit: hooks and messages would cost more than overlap gains
     elif options.units is None:
         together = _merge(chosen, parents, members, options)
         groups = _large_leaves(model, members, chosen)
@@ -126,7 +127,7 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 sites[id(parameter)].append((module, attribute))
-    references = find_aliases(model)
+    aliases = find_aliases(model)
     mesh = mesh_of(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -134,33 +135,36 @@ def _members(model: nn.Module, ignored: set[int]) -> list[Member]:
             continue
         if parameter.layout is not torch.strided:
             raise ModelError(
-                f"parameter {name!r} has layout {parameter.layout}, which cannot be cut in intervals",
+                f"parameter {name!r} has layout {parameter.layout}, which cannot be cut into intervals",
                 "List it in ignore=, or make it dense.",
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f"parameter {name!r} is lazy and has no shape yet", "Run one forward before sharding."
             )
-        held = tuple(references.get(id(parameter), ()))
+        held = tuple(aliases.get(id(parameter), ()))
         region = None if mesh is None else region_of(parameter, mesh)
         found.append(Member(name, parameter, tuple(sites[id(parameter)]), held, region))
     return found
 
 
 def _ignored(model: nn.Module, options: Options) -> set[int]:
-    ignored: set[int] = set()
+    """Ids of the parameters that `ignore=` names."""
+    if not options.ignore:
+        return set()
     named = dict(model.named_parameters(remove_duplicate=False))
+    parameters, modules = set(map(id, named.values())), set(model.modules())
+    below = _by_prefix(named)
+    ignored: set[int] = set()
     for entry in options.ignore:
         if isinstance(entry, nn.Parameter):
-            hit = [entry] if any(p is entry for p in named.values()) else []
+            hit = [entry] if id(entry) in parameters else []
         elif isinstance(entry, nn.Module):
-            hit = list(entry.parameters()) if any(m is entry for m in model.modules()) else []
+            hit = list(entry.parameters()) if entry in modules else []
         else:
-            hit = [
-                p
-                for n, p in named.items()
-                if n == entry or n.startswith(entry + ".") or fnmatchcase(n, entry)
-            ]
+            hit = below.get(entry, [])
+            if set(entry) & _WILDCARDS:
+                hit = hit + [p for name, p in named.items() if fnmatchcase(name, entry)]
         if not hit:
             label = entry if isinstance(entry, str) else type(entry).__name__
             raise OptionError(
@@ -171,10 +175,20 @@ def _ignored(model: nn.Module, options: Options) -> set[int]:
     return ignored
 
 
+def _by_prefix(named: dict[str, nn.Parameter]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each name, and those below the module of each name."""
+    below: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named.items():
+        while name:
+            below[name].append(parameter)
+            name = name.rpartition(".")[0]
+    return below
+
+
 def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
     choice = options.units
     if choice is None:
-        return [m for m in dict.fromkeys(_blocks(model, None)) if m is not model]
+        return [m for m in dict.fromkeys(_blocks(model, None, {})) if m is not model]
     if isinstance(choice, tuple):
         picked = [m for m in model.modules() if isinstance(m, choice) and m is not model]
     else:
@@ -194,37 +208,39 @@ def _chosen(model: nn.Module, options: Options) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """A list of modules has none; a compiled module may have it on the instance."""
+    """A ModuleList has none; a compiled module may have it on the instance."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _blocks(module: nn.Module, block: nn.Module | None, sizes: dict[nn.Module, int]) -> Iterator[nn.Module]:
+    """Repeated blocks below `module`; `block` is the block it lies in, if any. `sizes` are those computed."""
 
+    def size(module: nn.Module) -> int:
+        if module not in sizes:
+            sizes[module] = sum(p.numel() for p in module.parameters())
+        return sizes[module]
 
-def _blocks(module: nn.Module, block: nn.Module | None) -> Iterator[nn.Module]:
-    """Repeated blocks below `module`; `block` is the block it lies in, if any."""
-    repeated = _repeated(module) if isinstance(module, _CONTAINERS) else []
-    if block is not None:
+    repeated = _repeated(module) if isinstance(module, _CONTAINERS) else set()
+    if block is not None and repeated:
         # Inside a block: a stage of blocks, yes; the two Linears of its MLP, no.
-        repeated = [m for m in repeated if next(m.children(), None) is not None]
-        if 2 * sum(map(_size, repeated)) < _size(block):
-            repeated = []
+        repeated = {m for m in repeated if next(m.children(), None) is not None}
+        if 2 * sum(map(size, repeated)) < size(block):
+            repeated = set()
     for child in module.children():
-        if any(child is m for m in repeated):
+        if child in repeated:
             yield child
-            yield from _blocks(child, child)
+            yield from _blocks(child, child, sizes)
         else:
-            yield from _blocks(child, block)
+            yield from _blocks(child, block, sizes)
 
 
-def _repeated(container: nn.Module) -> list[nn.Module]:
+def _repeated(container: nn.Module) -> set[nn.Module]:
+    """Children of a class that two or more of them have."""
     by_class: dict[type, list[nn.Module]] = defaultdict(list)
     for child in container.children():
         if has_forward(child) and any(True for _ in child.parameters()):
             by_class[type(child)].append(child)
-    repeated = {id(m) for group in by_class.values() if len(group) > 1 for m in group}
-    return [m for m in container.children() if id(m) in repeated]
+    return {m for group in by_class.values() if len(group) > 1 for m in group}
 
 
 def _merge(
@@ -233,22 +249,23 @@ def _merge(
     members: list[Member],
     options: Options,
 ) -> list[tuple[nn.Module, ...]]:
-    """Blocks in definition order, those that make one unit together."""
+    """Blocks in definition order, grouped by the unit that they share."""
     sizes = {id(m.parameter): _full_bytes(m.parameter, options) for m in members}
     # 0 switches it off everywhere.
     most = CUDA_MERGE_BYTES if options.on_gpu and MERGE_BYTES else MERGE_BYTES
-    if not options.checkpoint_activations:  # recomputes unit by unit: then small ones have a use
+    if not options.checkpoint_activations:  # recomputes unit by unit, so small ones are useful
         small = [b for b in chosen if sum(sizes.get(id(p), 0) for p in b.parameters()) <= most]
         inside = {m for block in small for m in block.modules() if m is not block}
         chosen = [block for block in chosen if block not in inside]
     picked = set(chosen)
+    stacks: dict[nn.Module, bool] = {}
     groups: list[list[nn.Module]] = []
     filled, before = 0, None
     for block in chosen:
-        company = _company(block, picked, parents)
+        company = _company(block, picked, parents, stacks)
         size = 0
         if company is not None:
-            size = sum(sizes.pop(id(p), 0) for p in block.parameters())  # a tied one counts once
+            size = sum(sizes.pop(id(p), 0) for p in block.parameters())  # a tied parameter counts once
         if company is None or company != before or filled + size > most:
             groups.append([])
             filled = 0
@@ -269,16 +286,21 @@ def _full_bytes(parameter: nn.Parameter, options: Options) -> int:
 
 
 def _company(
-    block: nn.Module, picked: set[nn.Module], parents: dict[nn.Module, nn.Module]
+    block: nn.Module,
+    picked: set[nn.Module],
+    parents: dict[nn.Module, nn.Module],
+    stacks: dict[nn.Module, bool],
 ) -> tuple[nn.Module, type | None, bool] | None:
     """What neighbours have in common if they may be one unit; None for a block that stays alone.
 
+    `stacks` remembers the answer of `_is_one_stack` per container.
+
     A merged unit is full from the first call of its blocks to the last, so they should be called one after
-    the other. A container with a forward of its own, such as a Sequential, sees to that. A ModuleList is
-    taken for one stack, or one set of experts, unless another list of blocks lies beside it: two are
-    often walked together (`zip(self.convs, self.norms)`), and one of small blocks would stay full while
-    all the large ones pass. A ModuleDict is called by name, now here, now there. Experts that some ranks
-    skip may be merged: every rank takes part in the gather of every one in any case.
+    the other. A container with a forward of its own, such as a Sequential, does so. A ModuleList is taken for
+    one stack, or one set of experts, unless another list of blocks is next to it: two are often iterated
+    together (`zip(self.convs, self.norms)`), and one of small blocks would stay full during all the large
+    ones. Entries of a ModuleDict are called by name, in any order. Experts that some ranks skip may be
+    merged: every rank takes part in the gather of each of them in any case.
     """
     if any(m in picked for m in block.modules() if m is not block):
         return None
@@ -286,11 +308,16 @@ def _company(
     container = parents[block]
     if has_forward(container):
         return container, None, trains
-    beside = parents[container].children() if container in parents else ()
-    lists = [c for c in beside if isinstance(c, _CONTAINERS) and not picked.isdisjoint(c.children())]
-    if isinstance(container, nn.ModuleList) and all(c is container or has_forward(c) for c in lists):
-        return container, type(block), trains
-    return None
+    if container not in stacks:
+        stacks[container] = _is_one_stack(container, picked, parents)
+    return (container, type(block), trains) if stacks[container] else None
+
+
+def _is_one_stack(container: nn.Module, picked: set[nn.Module], parents: dict[nn.Module, nn.Module]) -> bool:
+    """A ModuleList with no other list of blocks beside it."""
+    siblings = parents[container].children() if container in parents else ()
+    lists = [c for c in siblings if isinstance(c, _CONTAINERS) and not picked.isdisjoint(c.children())]
+    return isinstance(container, nn.ModuleList) and all(c is container or has_forward(c) for c in lists)
 
 
 def _merged_name(names: list[str]) -> str:
@@ -299,7 +326,7 @@ def _merged_name(names: list[str]) -> str:
 
 
 def _large_leaves(model: nn.Module, members: list[Member], chosen: list[nn.Module]) -> list[Unit]:
-    """Embeddings and heads big enough to travel alone, outside every block."""
+    """Embeddings and heads outside every block that are large enough for a unit of their own."""
     in_blocks = {id(m) for block in chosen for m in block.modules()}
     names = {module: name for name, module in model.named_modules()}
     found, taken = [], set(in_blocks)
@@ -330,7 +357,7 @@ def _nearest_common(
                 return chain
             seen = parents[seen]
 
-    holders = [module for module, _ in member.sites] + [r.holder for r in member.references]
+    holders = [module for module, _ in member.sites] + [alias.holder for alias in member.aliases]
     chains = [enclosing(module) for module in holders]
     for unit in chains[0]:
         if all(unit in chain for chain in chains):

@@ -1,47 +1,38 @@
-"""Meta-device models: values unit by unit, so that no rank ever holds the whole.
+"""Meta-device models: memory and values unit by unit, so that no rank ever holds the whole model.
 
-Every tensor gets memory filled with a mark, the module's own initializer runs, and what still shows
-the mark was not initialised: an error lists it. A non-persistent buffer that only `__init__` computes
-(a rotary table, a mask) is found that way instead of being silently garbage.
-
-A model of transformers' initialises some tensors from above: GPT-2's attention scales down the projection
-inside it, a mixer sets the bias of its step. So initializers run from the leaves up, and a module without
-tensors of its own is asked too, once all that lies in it has values.
+Every tensor gets memory that is filled with a marker, a ValueSource sets it, and what still holds the marker
+was not initialised: an error lists it. A non-persistent buffer that only `__init__` computes (a rotary table,
+a mask) is found that way instead of silently being garbage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.engine.tensor_parallel import sharded_parameter
 from fullshard.errors import Uninitialised
-from fullshard.plan.tensor_parallel import local_of, resting, spec_of
+from fullshard.plan.tensor_parallel import local_of, spec_of
+from fullshard.policy import ValueSource
+from fullshard.state.value_sources import swap
 
-_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-_NEITHER = 0xFF  # a byte that is no truth value: the mark of a bool
+_NEITHER = 0xFF  # a byte that is no truth value: the marker of a bool
 
 
 class Materializer:
-    """Gives meta tensors memory and values, and can take everything back."""
+    """Gives meta tensors memory and values, and can undo everything."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
-    ) -> None:
-        self._model, self._device, self._given = model, device, initialize
+    def __init__(self, model: nn.Module, device: torch.device, source: ValueSource) -> None:
+        self._model, self._device, self._source = model, device, source
         self._names = {module: name for name, module in model.named_modules()}
-        # A given function often begins with `to_empty`, which takes modules inside along: they come later.
-        in_order = _leaves_first(model, set()) if initialize is None else self._names
-        self._places = {module: place for place, module in enumerate(in_order)}
-        self._parents: dict[nn.Module, list[nn.Module]] = {}
-        for module in self._names:
-            for child in module.children():
-                self._parents.setdefault(child, []).append(module)
-        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._places = {module: place for place, module in enumerate(source.order(model))}
+        self._on_meta = [m for m in self._names if any(t.is_meta for t in _direct(m))]  # last one first
+        self._on_meta.reverse()
+        self._twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the first
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._done: set[int] = set()
         self._made: set[int] = set()
@@ -50,86 +41,68 @@ class Materializer:
 
     @property
     def needed(self) -> bool:
-        return any(t.is_meta for m in self._model.modules() for t in _direct(m))
+        """Whether any tensor is still on meta. Modules that have values are not looked at again."""
+        while self._on_meta and not any(t.is_meta for t in _direct(self._on_meta[-1])):
+            self._on_meta.pop()
+        return bool(self._on_meta)
 
     def _refuse_hopeless(self) -> None:
-        """Before anything changes: modules that nothing here can initialise."""
+        """Before anything changes: modules that nothing can initialise."""
         hopeless = [
             f"{self._names[m] or type(self._model).__name__}.{name}"
             for m in self._model.modules()
-            if not self._initializers(m)
+            if not self._source.leaves_blank and not self._source.initializers(m)
             for name, t in _named_direct(m)
             if t.is_meta
         ]
         if hopeless:
             raise _uninitialised(hopeless)
 
-    def _initializers(self, module: nn.Module) -> list[Callable[[], Any]]:
-        if self._given is not None:
-            given = self._given
-            return [lambda: given(module)]
-        of_model = self._of_model(module)
-        found = [] if of_model is None else [of_model]
-        own = getattr(module, "reset_parameters", None)
-        if callable(own):
-            found.append(own)
-        return found
-
-    def _of_model(self, module: nn.Module) -> Callable[[], Any] | None:
-        """Hugging Face: the innermost model around a module initialises it."""
-        around: nn.Module | None = module
-        while around is not None:
-            initialize: Any = getattr(around, "_init_weights", None)
-            if callable(initialize) and (around is self._model or hasattr(around, "_initialize_weights")):
-                return partial(initialize, module)
-            around = next(iter(self._parents.get(around, ())), None)
-        return None
-
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Memory and values for these modules' own tensors."""
         fresh = {m: None for m in modules if id(m) not in self._done and any(t.is_meta for t in _direct(m))}
-        around = [] if self._given is not None else self._around(fresh)
-        fresh |= {m: None for outer in around for m in outer.modules() if _direct(m)}
+        containers = self._source.containers(fresh)
+        fresh |= {m: None for outer in containers for m in outer.modules() if _direct(m)}
         self._done.update(map(id, fresh))
         for module in fresh:
             self._give_memory(module)
-        for module in sorted({*fresh, *around}, key=self._places.__getitem__):
+        for module in sorted({*fresh, *containers}, key=self._places.__getitem__):
             if module in fresh:
-                with self._shown_alone(module, fresh):
+                with self._others_on_meta(module, fresh):
                     self._initialize(module)
-            elif (of_model := self._of_model(module)) is not None:
+            elif (initialize := self._source.of_container(module)) is not None:
                 with torch.no_grad():
-                    of_model()
+                    initialize()
         missing = [
             f"{self._names[module]}.{name}".lstrip(".")
             for module in fresh
             for name, t in _named_direct(module)
-            if _shows_mark(t)
+            if not self._source.leaves_blank and _holds_marker(t)
         ]
         if missing:
             raise _uninitialised(missing)
 
     def _initialize(self, module: nn.Module) -> None:
-        """A tied parameter keeps what its first module gave it, and any what it had before it came here."""
+        """A tied parameter keeps what its first module gave it, and any one what it had before."""
         own = [p for p in module._parameters.values() if p is not None]
         kept = [(p, p.detach().clone()) for p in own if self._has_value(p)]
-        for initialize in self._initializers(module):
+        for initialize in self._source.initializers(module):
             with torch.no_grad():
                 initialize()
-            if not any(map(_shows_mark, _direct(module))):
+            if not any(map(_holds_marker, _direct(module))):
                 break
         for parameter, value in kept:
             parameter.detach().copy_(value)
         self._set.update(map(id, own))
 
     @contextmanager
-    def _shown_alone(self, module: nn.Module, fresh: Container[nn.Module]) -> Iterator[None]:
-        """A given function may go into the modules inside. What has values there looks as on meta, and so
+    def _others_on_meta(self, module: nn.Module, fresh: Container[nn.Module]) -> Iterator[None]:
+        """For a source that reaches into the modules inside: what has values there looks as on meta, and so
         does what is not given memory yet.
 
-        Some of it is at rest by now, and what is written there would be taken for values.
+        Some of it is sharded by now, and what is written there would be taken for values.
         """
-        inside = [m for m in module.modules() if m is not module] if self._given is not None else []
+        inside = [m for m in module.modules() if m is not module] if self._source.reaches_inside else []
         held: list[tuple[nn.Module, dict[str, Any]]] = [
             (m, own) for m in inside for own in (m._parameters, m._buffers)
         ]
@@ -139,9 +112,9 @@ class Materializer:
             for name, tensor in own.items()
             if tensor is not None and (m not in fresh or self._has_value(tensor))
         ]
-        originals = {id(parameter): twin for parameter, twin in self._twins} if hidden else {}
         for own, name, tensor in hidden:
-            own[name] = _on_meta(originals.get(id(tensor), tensor))
+            _, original = self._twins.get(id(tensor), (None, tensor))
+            own[name] = on_meta(original)
         try:
             yield
         finally:
@@ -149,66 +122,50 @@ class Materializer:
                 own[name] = tensor
 
     def _has_value(self, tensor: torch.Tensor) -> bool:
-        """Of a parameter: its turn was before, in a module that it is tied to, or it never was on meta."""
+        """Of a parameter: a module that it is tied to was initialised before, or it never was on meta."""
         return isinstance(tensor, nn.Parameter) and (id(tensor) in self._set or not self.made(tensor))
-
-    def _around(self, fresh: Container[nn.Module]) -> list[nn.Module]:
-        """Modules that have no parameters themselves, and in them those of fresh ones alone.
-
-        Where others lie too, they may be at rest by now, or have values that the user has put there.
-        """
-        known: dict[nn.Module, bool] = {}
-        waiting = [m for m in self._names if m in fresh]
-        while waiting:
-            for parent in self._parents.get(waiting.pop(), ()):
-                if parent not in known:
-                    known[parent] = all(m in fresh or _has_unset_buffers_at_most(m) for m in parent.modules())
-                    waiting += [parent] if known[parent] else []
-        return [m for m, is_whole in known.items() if is_whole and m not in fresh]
 
     def _give_memory(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                _swap(parameter, twin := self._twin(parameter))  # the user's own object, now with memory
-                self._twins.append((parameter, twin))
+                swap(parameter, twin := self._twin(parameter))  # the user's own object, now with memory
+                self._twins[id(parameter)] = parameter, twin
                 self._made.add(id(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 self._buffers.append((module, name, buffer))
-                spec, marked = spec_of(buffer), _marked(local_of(buffer), self._device)
-                module._buffers[name] = marked if spec is None else spec.wrap(marked)
+                spec, local = spec_of(buffer), local_of(buffer)
+                value = self._memory(local, is_marked=not self._source.leaves_blank)
+                module._buffers[name] = value if spec is None else spec.wrap(value)
 
     def _twin(self, parameter: nn.Parameter) -> Any:
         spec = spec_of(parameter)
+        is_marked = not self._source.leaves_blank or parameter.is_floating_point()
         if spec is None:
-            return nn.Parameter(_marked(parameter, self._device), requires_grad=parameter.requires_grad)
-        # Whole, and plain: initializers draw the numbers that they would draw in one process, and the part
-        # is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
-        whole = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
-        return resting(_marked(whole, self._device), parameter.requires_grad, spec)
+            return nn.Parameter(self._memory(parameter, is_marked), requires_grad=parameter.requires_grad)
+        # Of the global shape, and plain: initializers draw the numbers that they would draw in one process,
+        # and the part is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
+        empty = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
+        return sharded_parameter(self._memory(empty, is_marked), parameter.requires_grad, spec)
+
+    def _memory(self, like: torch.Tensor, is_marked: bool) -> torch.Tensor:
+        value = torch.empty_like(like, device=self._device, requires_grad=False)
+        return _mark(value) if is_marked else value.zero_()
 
     def made(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._made
 
     def undo(self) -> None:
-        for parameter, twin in reversed(self._twins):
-            _swap(parameter, twin)
+        for parameter, twin in reversed(self._twins.values()):
+            swap(parameter, twin)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
 
 
-def _on_meta(tensor: Any) -> Any:
+def on_meta(tensor: Any) -> Any:
+    """A meta tensor like this one; for a parameter a parameter."""
     empty = torch.empty_like(local_of(tensor), device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _leaves_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Each module after all that lies in it."""
-    if module not in seen:
-        seen.add(module)
-        for child in module.children():
-            yield from _leaves_first(child, seen)
-        yield module
 
 
 def _named_direct(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -216,16 +173,11 @@ def _named_direct(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, t) for name, t in both if t is not None]
 
 
-def _has_unset_buffers_at_most(module: nn.Module) -> bool:
-    return all(p is None for p in module._parameters.values()) and all(t.is_meta for t in _direct(module))
-
-
 def _direct(module: nn.Module) -> list[torch.Tensor]:
     return [t for _, t in _named_direct(module)]
 
 
-def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    value = torch.empty_like(like, device=device, requires_grad=False)
+def _mark(value: torch.Tensor) -> torch.Tensor:
     if value.is_floating_point() or value.is_complex():
         return value.fill_(float("nan"))
     if value.dtype is torch.bool:
@@ -234,7 +186,7 @@ def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.fill_(torch.iinfo(value.dtype).max)
 
 
-def _shows_mark(value: torch.Tensor) -> bool:
+def _holds_marker(value: torch.Tensor) -> bool:
     value = local_of(value)
     if value.is_meta:
         return True

@@ -3,12 +3,12 @@
 from fullshard.torch_fsdp import fully_shard, FSDPModule, MixedPrecisionPolicy          # FSDP2
 from fullshard.torch_fsdp import FullyShardedDataParallel, ShardingStrategy             # FSDP1
 
-Change the import, keep the calls. What this engine cannot do is refused by name (NotSupported).
+Change the import, keep the calls. What this engine cannot do raises NotSupported, which names it.
 """
 
-from fullshard.torch_fsdp import whole_state as _whole_state
+from fullshard.torch_fsdp import full_state_dicts as _full_state_dicts
+from fullshard.torch_fsdp.composable import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.torch_fsdp.fsdp_module import FSDPModule, UnshardHandle
-from fullshard.torch_fsdp.marking import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.torch_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -62,4 +62,4 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-_whole_state.turn_on()
+_full_state_dicts.turn_on()

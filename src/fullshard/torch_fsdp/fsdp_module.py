@@ -2,23 +2,22 @@
 
 | method | what it does here |
 | --- | --- |
-| unshard | between steps: the module's own parameters are whole until reshard or the next forward; inside a pass, or with async_op until its handle is waited for: nothing, the engine gathers by itself |
-| reshard | ends unshard; lets a unit go that is kept for backward |
+| unshard | between steps: the module's own parameters are unsharded until reshard or the next forward; inside a pass, or with async_op until its handle is waited for: nothing, the engine gathers by itself |
+| reshard | ends unshard; releases a unit that is kept for backward |
 | set_reshard_after_forward | works, for each module |
-| set_requires_gradient_sync, set_requires_all_reduce | on a 2-D mesh the sum over replicas is postponed while all modules say no; on a 1-D mesh gradients are reduced every time, which gives the same sums for less memory |
+| set_requires_gradient_sync, set_requires_all_reduce | on a 2-D mesh the sum over replicas is postponed while it is False for all modules; on a 1-D mesh gradients are reduced every time, which gives the same sums for less memory |
 | set_gradient_divide_factor, set_reduce_scatter_divide_factor, set_reduce_scatter_unused_params | work, for each module |
 | load_state_dict | works; with assign=True values of the same dtype are copied into the shards |
 | reset_iter_state | works; the next forward would recover by itself |
-| set_modules_to_forward_prefetch, set_modules_to_backward_prefetch | checked, then not needed: the engine learns the order and prefetches along it |
-| set_reshard_after_backward, set_is_last_backward, set_unshard_in_backward, set_post_optim_event, set_force_sum_reduction_for_comms, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group | not needed: results are the same, and the engine decides |
+| set_modules_to_forward_prefetch, set_modules_to_backward_prefetch | checked, then without effect: the engine learns the order and prefetches along it |
+| set_reshard_after_backward, set_is_last_backward, set_unshard_in_backward, set_post_optim_event, set_force_sum_reduction_for_comms, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group | no effect: results are the same, and the engine decides |
 | set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm(True) | NotSupported |
 """  # noqa: E501  a table
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,33 +25,24 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.engine.gather import current_task
-from fullshard.engine.runtime import Runtime, engine_of
-from fullshard.engine.unit import NO_TASK, LiveUnit
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import LiveUnit
 from fullshard.errors import NotSupported, OptionError
-from fullshard.torch_fsdp.marks import EMPTY, MARKED, Mark, mark_of, marks_in, outermost
-from fullshard.torch_fsdp.sharding import (
-    divide,
-    fill_unused,
-    keep_or_release,
-    postpone,
-    ready,
-    ready_unless_meta,
-    units_behind,
-)
+from fullshard.torch_fsdp.deferred import copied, requests_in
+from fullshard.torch_fsdp.module_requests import ModuleRequest, module_request
 
 
 class UnshardHandle:
     """What `unshard(async_op=True)` returns."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self._module = module
+    def __init__(self, request: ModuleRequest | None = None) -> None:
+        self._request = request
 
     def wait(self) -> None:
-        """The module's parameters are whole when this returns."""
-        module, self._module = self._module, None
-        if module is not None:
-            _unshard(module)
+        """The module's parameters are unsharded when this returns."""
+        request, self._request = self._request, None
+        if request is not None:
+            _unshard(request)
 
 
 class FSDPModule:
@@ -65,16 +55,7 @@ class FSDPModule:
         return cls._plain_class(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        mark = _mark(self)
-        if mark.state == EMPTY:
-            ready(mark.module)
-        elif mark.state == MARKED and outermost(mark.module) is mark.module:
-            # An average of weights (a copy) is not called before it is updated from the original: marked
-            # only, it would be whole while the original is sharded. On meta both wait for their values.
-            ready_unless_meta(mark.module)
-        twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        return copied(module_request(self).module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotSupported(
@@ -83,11 +64,11 @@ class FSDPModule:
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Shards take the values over. With `assign` torch's takes their dtype too, which is refused here.
+        """Copies values into the shards. `assign` of values of another dtype is refused.
 
-        Arguments go on as they came: the module's class may have a load_state_dict of its own.
+        Arguments are passed on as given: the module's class may have a load_state_dict of its own.
         """
-        module = _mark(self).module
+        module = module_request(self).module
         if kwargs.get("assign", args[1] if len(args) > 1 else False):
             _refuse_other_dtypes(module, state_dict)
             args, kwargs = args[:1], {k: v for k, v in kwargs.items() if k != "assign"}
@@ -96,115 +77,115 @@ class FSDPModule:
     # ---- full values
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Whole values in the module's own parameters, for reading. All ranks must call it."""
-        module = _mark(self).module
-        ready(module)
+        """Unsharded values in the module's own parameters, for reading. All ranks must call it."""
+        request = module_request(self)
+        request.begin()
         if async_op:
-            return UnshardHandle(module)
-        _unshard(module)
+            return UnshardHandle(request)
+        _unshard(request)
         return None
 
     def reshard(self) -> None:
         """Only this rank's elements in the module's own parameters again."""
-        module = _mark(self).module
-        ready(module)
-        runtime = engine_of(module)
-        for unit in units_behind(module) if runtime is not None else ():
-            assert runtime is not None
-            _Unsharded.of(runtime).close(unit)
-            if current_task() == NO_TASK and runtime.gathering.forward is None:
-                unit.release()
+        request = module_request(self)
+        request.begin()
+        runtime = request.runtime
+        if runtime is not None:
+            for unit in runtime.units_holding(request.own_parameters()):
+                _Unsharded.of(runtime).close(unit)
+                if not runtime.in_pass:
+                    unit.release()
 
     def reset_iter_state(self) -> None:
-        """After a forward or backward that raised: what it left is dropped."""
-        module = _mark(self).module
-        ready(module)
-        runtime = engine_of(module)
-        if runtime is not None:
-            runtime.gathering.abandon_pass()
-            runtime.reduction.drop()
-            runtime.gathering.recover()
+        """Drops what a forward or backward that raised has left."""
+        request = module_request(self)
+        request.begin()
+        if request.runtime is not None:
+            request.runtime.abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full values are let go after forward and gathered again in backward."""
+        """Whether full values are released after forward and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):
             raise OptionError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}",
                 "Give True or False.",
             )
-        for mark in _marks(self, recurse):
-            mark.reshards = reshard_after_forward
-            keep_or_release(mark)
+        for request in _requests(self, recurse):
+            request.reshards = reshard_after_forward
+            request.update_policy()
 
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False for all micro-batches but the last."""
-        for mark in _marks(self, recurse):
-            mark.syncs = mark.sums_replicas = requires_gradient_sync
-            postpone(mark)
+        for request in _requests(self, recurse):
+            request.syncs = request.sums_replicas = requires_gradient_sync
+        module_request(self).update_reduction()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a 2-D mesh: False postpones the sum over replicas to a later micro-batch."""
-        for mark in _marks(self, recurse):
-            mark.sums_replicas = requires_all_reduce
-            postpone(mark)
+        for request in _requests(self, recurse):
+            request.sums_replicas = requires_all_reduce
+        module_request(self).update_reduction()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sums of this module's gradients are divided by `factor` instead of the number of ranks."""
-        mark = _mark(self)
-        mark.divisor = float(factor)
-        divide(mark)
+        request = module_request(self)
+        request.divisor = float(factor)
+        request.update_policy()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
-    # ---- not needed here
+    # ---- without effect here
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Checked only: the engine gathers along the order that it learned in the first pass."""
-        _require_marked(modules)
+        """Only checks its argument: the engine gathers in the order of the first pass."""
+        _check_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Checked only: backward follows the learned order."""
-        _require_marked(modules)
+        """Only checks its argument: backward follows the order of the first pass."""
+        _check_modules(modules)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Nothing: full values are let go when backward ends, and gathered again."""
+        """No effect: full values are released when backward ends, and gathered again."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing: every backward is completed when it ends."""
+        """No effect: every backward is completed when it ends."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Nothing: the engine knows which units backward does not need (embeddings)."""
+        """No effect: the engine knows which units backward does not need (embeddings)."""
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Nothing: gathers wait for the stream that the optimizer ran on."""
+        """No effect: gathers wait for the stream that the optimizer ran on."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing: sums are all that is sent here."""
+        """No effect: sums are all that is sent here."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Zeros for what no rank used, in units that were. That ranks use different ones needs no setter."""
-        for mark in _marks(self, recurse):
-            mark.zero_unused = reduce_scatter_unused_params
-            fill_unused(mark)
+        """Zeros, not None, for parameters that no rank used, in units that were used.
+
+        Ranks may use different parameters in any case.
+        """
+        for request in _requests(self, recurse):
+            request.zero_unused = reduce_scatter_unused_params
+            request.update_policy()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Checked only: a few small exchanges, or one large one, are under way at a time."""
+        """Only checks its argument: a few small reduces, or one large one, are in flight at a time."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise OptionError(f"max_input_buffers is {max_input_buffers}", "Give a positive int.")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Nothing: gathers and reduces always have a group each."""
+        """No effect: gathers and reduces always have a group each."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing: gathers are always issued ahead."""
+        """No effect: gathers are always issued ahead."""
 
     # ---- not supported
 
@@ -240,19 +221,13 @@ def _no(method: str, remedy: str) -> NotSupported:
     return NotSupported(f"FSDPModule.{method}: this engine has its own communication", remedy)
 
 
-def _mark(module: Any) -> Mark:
-    mark = mark_of(module)
-    assert mark is not None  # only a marked module has this class
-    return mark
+def _requests(module: Any, recurse: bool) -> list[ModuleRequest]:
+    """Those that a setter is for. It may be called before the outer modules have requests: nothing begins."""
+    request = module_request(module)
+    return requests_in(request.module, ModuleRequest) if recurse else [request]
 
 
-def _marks(module: Any, recurse: bool) -> Iterator[Mark]:
-    """What a setter is about. It may come before the outer modules are marked, so it must not shard."""
-    mark = _mark(module)
-    yield from marks_in(mark.module) if recurse else (mark,)
-
-
-def _require_marked(modules: Sequence[Any]) -> None:
+def _check_modules(modules: Sequence[Any]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise OptionError(f"expects FSDPModules but got {type(module)}", "Call fully_shard on it first.")
@@ -277,8 +252,10 @@ class _Unsharded:
         self._open[unit] = context
         if not self._watches:
             # A forward gathers by itself, and trains; one on values opened for reading could not.
-            modules = [module for each in runtime.units for module in each.modules]
-            self._watches = [m.register_forward_pre_hook(self._before_forward, prepend=True) for m in modules]
+            self._watches = [
+                request.module.register_forward_pre_hook(self._before_forward, prepend=True)
+                for request in requests_in(runtime.model, ModuleRequest)
+            ]
 
     def _before_forward(self, *_: Any) -> None:
         for unit in list(self._open):
@@ -297,11 +274,11 @@ class _Unsharded:
 _unsharded: weakref.WeakKeyDictionary[Runtime, _Unsharded] = weakref.WeakKeyDictionary()
 
 
-def _unshard(module: nn.Module) -> None:
-    runtime = engine_of(module)
-    if runtime is None or current_task() != NO_TASK or runtime.gathering.forward is not None:
+def _unshard(request: ModuleRequest) -> None:
+    runtime = request.runtime
+    if runtime is None or runtime.in_pass:
         return
-    for unit in units_behind(module):
+    for unit in runtime.units_holding(request.own_parameters()):
         if not unit.is_unsharded:
             with torch.no_grad():
                 _Unsharded.of(runtime).open(runtime, unit)

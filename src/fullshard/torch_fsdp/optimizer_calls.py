@@ -13,9 +13,9 @@ from fullshard.engine.runtime import engine_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.torch_fsdp import optimizer_dicts, strategies
 from fullshard.torch_fsdp.optimizer_dicts import Numbered, Parts, names_in, numbered
-from fullshard.torch_fsdp.roots import begin, wrappers_in
 from fullshard.torch_fsdp.state_dicts import settings_of
 from fullshard.torch_fsdp.strategies import OptimStateKeyType, StateDictType
+from fullshard.torch_fsdp.wrapper_requests import begin, wrappers_in
 
 Optimizer = torch.optim.Optimizer
 
@@ -30,16 +30,16 @@ class OptimizerCalls:
     def optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter names, in the form that the state dict type asks for."""
-        said = settings_of(model)
-        config = said.optim_state_dict_config
-        if said.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        """The optimizer's state by parameter names, in the form of the state dict type."""
+        settings = settings_of(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             raise NotSupported(
                 "optim_state_dict under LOCAL_STATE_DICT",
                 "Use SHARDED_STATE_DICT with torch.distributed.checkpoint, or FULL_STATE_DICT.",
             )
         own = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        full = said.state_dict_type is StateDictType.FULL_STATE_DICT
+        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         first_only = getattr(config, "rank0_only", False)
         return _taken(model, numbered(model, optim), own, (full, first_only, config.offload_to_cpu))
 
@@ -72,13 +72,13 @@ class OptimizerCalls:
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Whole values on the host, on the first rank or on all."""
+        """Unsharded values on the host, on the first rank or on all."""
         order = numbered(model, optim, optim_input)
         return _taken(model, order, optim.state_dict(), (True, rank0_only, True))
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
-        """Shards that know their whole shape."""
+        """Shards that know their global shape."""
         return _taken(model, numbered(model, optim), optim.state_dict(), (False, False, False))
 
     @staticmethod
@@ -88,7 +88,7 @@ class OptimizerCalls:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Of whole values, which every rank has, this rank's part."""
+        """This rank's part of unsharded values, which every rank has."""
         return _loaded(full_optim_state_dict, model, numbered(model, optim, optim_input), False)
 
     @staticmethod
@@ -106,7 +106,7 @@ class OptimizerCalls:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Of shards, this rank's part."""
+        """This rank's part of shards."""
         return _loaded(sharded_optim_state_dict, model, numbered(model, optim), False)
 
     @staticmethod
@@ -146,9 +146,9 @@ def _taken(
     state, groups = optimizer_dicts.by_name(own, order)
     if not full:
         return {"state": optimizer_dicts.shards(parts, state, to_host)} | groups
-    wanted = not first_only or not parts.runtimes or parts.is_first
-    whole = optimizer_dicts.whole(parts, state, wanted, to_host)
-    return {"state": whole} | groups if wanted else {}
+    keep = not first_only or not parts.runtimes or parts.is_first
+    unsharded = optimizer_dicts.unsharded(parts, state, keep, to_host)
+    return {"state": unsharded} | groups if keep else {}
 
 
 def _loaded(

@@ -1,6 +1,6 @@
-"""State dicts of an optimizer by the names of its parameters: whole values, or shards that know the whole.
+"""State dicts of an optimizer by parameter names: unsharded values, or shards that know their global shape.
 
-`optimizer.state_dict()` of a sharded model is one rank's part under numbers. `whole` puts the parts together,
+`optimizer.state_dict()` of a sharded model is one rank's part under numbers. `unsharded` gathers the parts,
 lane by lane; `to_load` cuts them again, for any number of ranks.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.contents import Site, canonical, plain
+from fullshard.checkpoint.parameters import Site, canonical, plain
 from fullshard.comm.groups import Comm
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import NotSupported, OptionError, RankMismatch, StateError
 from fullshard.state.state_dict import StateShard, shard_of
-from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
+from fullshard.torch_fsdp.state_dicts import gather_lane, is_first
 
 State = dict[str, dict[str, Any]]  # by parameter's name, then by the optimizer's own key
 Group = list[nn.Parameter]
@@ -32,7 +32,7 @@ Group = list[nn.Parameter]
 class Parts:
     """The sharded parts of a model: one engine, or several with no wrapper around them.
 
-    Parameters are found by what they are: an engine knows them by their names inside its own part.
+    Parameters are looked up by identity: an engine knows them by their names inside its own part.
     """
 
     runtimes: Sequence[Runtime]
@@ -48,17 +48,16 @@ class Parts:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        return [lane for runtime in self.runtimes for lane in runtime.lanes]
+        return list(dict.fromkeys(lane for runtime in self.runtimes for _, lane, _ in runtime.places()))
 
     @cached_property
     def cut(self) -> dict[str, Site]:
         """Parameters of which this rank holds some elements, by name."""
         return {
             self.names[id(p)]: Site(self.names[id(p)], p, lane, index)
-            for lane in self.lanes
-            if not lane.replicated
-            for index, p in enumerate(lane.parameters)
-            if id(p) in self.names
+            for runtime in self.runtimes
+            for p, lane, index in runtime.places()
+            if not lane.replicated and id(p) in self.names
         }
 
 
@@ -74,13 +73,13 @@ class Numbered:
         return [p for group in self.groups for p in group]
 
     def name(self, parameter: torch.Tensor) -> str:
-        found = self.names.get(id(parameter))
-        if found is None:
+        name = self.names.get(id(parameter))
+        if name is None:
             raise StateError(
                 f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that the model does not own",
                 "Build it from model.parameters().",
             )
-        return found
+        return name
 
 
 def names_in(model: nn.Module) -> dict[int, str]:
@@ -118,7 +117,7 @@ def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, dict[st
             f"the state dict has {len(numbers)} parameters and the optimizer {len(in_order)}",
             "Give the state dict of this optimizer.",
         )
-    # An optimizer that goes by names sorts them: their order says nothing.
+    # An optimizer with names for keys sorts them: their order means nothing.
     name = {
         key: canonical(key) if isinstance(key, str) else order.name(p)
         for key, p in zip(numbers, in_order, strict=True)
@@ -132,47 +131,47 @@ def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, dict[st
 
 
 def _own(held: dict[str, Any]) -> dict[str, Any]:
-    """Values as the optimizer keeps them; its state dict may show them as shards of the whole."""
+    """Values as the optimizer keeps them; its state dict may show them as StateShards."""
     return {key: value.local if isinstance(value, StateShard) else value for key, value in held.items()}
 
 
-def whole(parts: Parts, state: State, wanted: bool, to_host: bool) -> State:
-    """Whole values on every rank that wants them; all ranks take part."""
+def unsharded(parts: Parts, state: State, keep: bool, to_host: bool) -> State:
+    """Unsharded values on every rank with `keep`; all ranks take part."""
     together: dict[tuple[int, str, torch.dtype], list[Site]] = {}
-    found: State = {name: {} for name in state}
+    result: State = {name: {} for name in state}
     for name, held in state.items():
         for key, value in held.items():
             site = parts.cut.get(name)
             if site is not None and _in_elements(site, key, value):
                 position = parts.lanes.index(site.lane)  # type: ignore[arg-type]
                 together.setdefault((position, key, plain(value).dtype), []).append(site)
-                found[name][key] = None  # its place in the order of keys
-            elif wanted:
-                found[name][key] = _taken(value, to_host)
+                result[name][key] = None  # its place in the order of keys
+            elif keep:
+                result[name][key] = _taken(value, to_host)
     _agree(parts, together)
     for (position, key, dtype), members in sorted(together.items(), key=lambda item: str(item[0])):
         lane = parts.lanes[position]
         pieces = {site.index: plain(state[site.name][key]) for site in members}
-        values = whole_lane(lane, pieces, dtype)
-        for site in members if wanted else ():
+        values = gather_lane(lane, pieces, dtype)
+        for site in members if keep else ():
             value = piece_view(values, lane.layout.pieces[site.index])
-            found[site.name][key] = value.cpu() if to_host and not value.is_cpu else value.clone()
-    return found if wanted else {}
+            result[site.name][key] = value.cpu() if to_host and not value.is_cpu else value.clone()
+    return result if keep else {}
 
 
 def shards(parts: Parts, state: State, to_host: bool) -> State:
-    """Values that know their whole shape; torch.distributed.checkpoint saves and loads them."""
-    found: State = {name: {} for name in state}
+    """Values that know their global shape; torch.distributed.checkpoint saves and loads them."""
+    result: State = {name: {} for name in state}
     for name, held in state.items():
         for key, value in held.items():
             site = parts.cut.get(name)
             if site is not None and _in_elements(site, key, value):
                 local = plain(value).cpu() if to_host else plain(value)
                 assert site.lane is not None
-                found[name][key] = shard_of(site.lane, site.index, local, f"{name}.{key}")
+                result[name][key] = shard_of(site.lane, site.index, local, f"{name}.{key}")
             else:
-                found[name][key] = _taken(value, to_host)
-    return found
+                result[name][key] = _taken(value, to_host)
+    return result
 
 
 def _taken(value: Any, to_host: bool) -> Any:
@@ -192,7 +191,7 @@ def _in_elements(site: Site, key: str, value: Any) -> bool:
         return False
     raise NotSupported(
         f"optimizer state {key!r} of {site.name!r} has shape {tuple(value.shape)}, not its parameter's: "
-        "it is kept in blocks, say, and cannot be put together",
+        "it is kept in blocks, say, and cannot be gathered",
         "Use fs.save(path, model, optimizer) and fs.load, on the same number of ranks.",
     )
 
@@ -217,12 +216,12 @@ def _agree(parts: Parts, together: dict[tuple[int, str, torch.dtype], list[Site]
 
 def to_load(parts: Parts, saved: dict[str, Any] | None, order: Numbered, first_only: bool) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes on this rank, still by name; without groups if it has none."""
-    wanted = {order.name(p) for p in order.in_order}
+    names = {order.name(p) for p in order.in_order}
     if first_only and parts.runtimes:
-        state, groups = _from_first(parts, saved, wanted)
+        state, groups = _from_first(parts, saved, names)
     else:
         if not isinstance(saved, dict) or "state" not in saved:
-            raise OptionError("the optimizer state dict has no 'state'", "Load a whole one.")
+            raise OptionError("the optimizer state dict has no 'state'", "Load a complete one.")
         groups = saved.get("param_groups")
         numbers = _numbers(
             ((n, k, _described(v)[0]) for n, h in saved["state"].items() for k, v in h.items()), parts.cut
@@ -233,20 +232,20 @@ def to_load(parts: Parts, saved: dict[str, Any] | None, order: Numbered, first_o
                 for key, value in held.items()
             }
             for name, held in saved["state"].items()
-            if _is_wanted(name, wanted, order)
+            if _is_loaded(name, names, order)
         }
     if groups is None:
         return {"state": state}
     return {"state": state, "param_groups": [_group(group, groups, order) for group in order.groups]}
 
 
-def _is_wanted(name: Any, wanted: set[str], order: Numbered) -> bool:
-    if name not in wanted and name not in order.names.values():
+def _is_loaded(name: Any, names: set[str], order: Numbered) -> bool:
+    if name not in names and name not in order.names.values():
         raise StateError(
             f"the optimizer state dict names {name!r}, which the model has not",
             "Load the state of this model, by the names of its parameters.",
         )
-    return name in wanted
+    return name in names
 
 
 def _group(group: Group, saved: Sequence[dict[str, Any]], order: Numbered) -> dict[str, Any]:
@@ -271,11 +270,11 @@ def _numbers(rows: Iterable[tuple[str, str, Any]], cut: dict[str, Site]) -> set[
 
     By key, not by parameter: the state of a parameter without dimensions looks like a number, too.
     """
-    found = {"step"}
+    keys = {"step"}
     for name, key, described in rows:
         if described is not None and not described[0] and name in cut and cut[name].piece.shape:
-            found.add(key)
-    return found
+            keys.add(key)
+    return keys
 
 
 def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool) -> Any:
@@ -289,12 +288,12 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
             if (value.start, value.stop) == (start, stop):
                 return value.local.clone()
         raise StateError(
-            f"optimizer state {key!r} of {name!r} is a shard of another cut", "Load whole values."
+            f"optimizer state {key!r} of {name!r} is a shard of another layout", "Load unsharded values."
         )
     if type(value) not in (torch.Tensor, nn.Parameter):
         raise NotSupported(
             f"optimizer state {key!r} of {name!r} is a {type(value).__name__}",
-            "Load whole tensors, or the shards of optim_state_dict, filled by torch.distributed.checkpoint.",
+            "Load unsharded tensors, or shards of optim_state_dict, filled by torch.distributed.checkpoint.",
         )
     if site is None or is_number:
         return value.clone()
@@ -310,18 +309,18 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
 
 
 def _from_first(
-    parts: Parts, saved: dict[str, Any] | None, wanted: set[str]
+    parts: Parts, saved: dict[str, Any] | None, loaded: set[str]
 ) -> tuple[State, list[dict[str, Any]] | None]:
-    """The first rank has it all; the others get their parts, one tensor on its way at a time."""
-    told: Any = None
+    """The first rank has it all; the others get their parts, one tensor in flight at a time."""
+    contents: Any = None
     if parts.is_first:
         assert saved is not None
         rows = [
             (name, key, *_described(v)) for name, held in saved["state"].items() for key, v in held.items()
         ]
-        told = rows, list(saved["state"]), saved.get("param_groups")
-    rows, names, groups = parts.comm.all_gather_object(told)[0]
-    state: State = {name: {} for name in names if name in wanted}
+        contents = rows, list(saved["state"]), saved.get("param_groups")
+    rows, names, groups = parts.comm.all_gather_object(contents)[0]
+    state: State = {name: {} for name in names if name in loaded}
     numbers = _numbers((row[:3] for row in rows), parts.cut)
     for name, key, described, value in rows:
         if described is not None:
@@ -332,7 +331,7 @@ def _from_first(
                 value = torch.empty(shape, dtype=dtype)
             if value.numel():
                 parts.comm.broadcast(value)
-        if name in wanted:
+        if name in loaded:
             state[name][key] = _cut(parts.cut.get(name), (name, key), value, key in numbers)
     return state, groups
 
@@ -347,11 +346,11 @@ def _described(value: Any) -> tuple[Any, Any]:
 def numbers_for_names(loaded: dict[str, Any], order: Numbered) -> dict[str, Any]:
     """The same with the numbers that an optimizer's own state dict has."""
     number = {order.name(p): i for i, p in enumerate(order.in_order)}
-    found: dict[str, Any] = {"state": {number[n]: held for n, held in loaded["state"].items()}}
+    result: dict[str, Any] = {"state": {number[n]: held for n, held in loaded["state"].items()}}
     if "param_groups" in loaded:
         groups = loaded["param_groups"]
-        found["param_groups"] = [g | {"params": [number[n] for n in g["params"]]} for g in groups]
-    return found
+        result["param_groups"] = [g | {"params": [number[n] for n in g["params"]]} for g in groups]
+    return result
 
 
 def rekey(saved: dict[str, Any], to_names: bool, order: Numbered) -> dict[str, Any]:

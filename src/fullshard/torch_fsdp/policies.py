@@ -41,14 +41,14 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards in host memory. `fully_shard` refuses it by name: this engine has no offload yet."""
+    """Shards in host memory. `fully_shard` raises NotSupported: this engine has no offload yet."""
 
     pin_memory: bool = True
 
 
 @dataclass
 class DataParallelMeshDims:
-    """Names the data parallel axes of a larger mesh. `fully_shard` refuses it by name; pass mesh[axis]."""
+    """Names the data parallel axes of a larger mesh. `fully_shard` raises NotSupported; pass mesh[axis]."""
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
@@ -79,16 +79,16 @@ def refuse_offload(policy: Any) -> None:
         return
     raise NotSupported(
         f"fully_shard(offload_policy={type(policy).__name__}): this engine keeps shards on the device",
-        "Leave offload_policy out; more ranks, or mp_policy with bf16, need less memory on each.",
+        "Leave offload_policy out; more ranks, or mp_policy with bf16, need less memory per rank.",
     )
 
 
 def precision_of(policy: MixedPrecisionPolicy, parameters: Iterable[nn.Parameter]) -> Precision:
-    """What the engine is asked for.
+    """The engine's precision for these parameters.
 
-    A parameter that already has `param_dtype` keeps it at rest, as with torch's: asking the engine to compute
-    in bf16 would give a bf16 model fp32 masters. Gradients wider than what is computed are not sent wider:
-    they are summed in fp32 where they arrive, which is the same sum for fewer bytes.
+    A parameter that already has `param_dtype` keeps it at rest, as in torch: `compute=bf16` would give a bf16
+    model fp32 masters. Gradients are not sent in a wider dtype than they were computed in: they are summed in
+    fp32 by the receiver, which is the same sum for fewer bytes.
     """
     floats = {p.dtype for p in parameters if p.dtype.is_floating_point}
     compute = policy.param_dtype

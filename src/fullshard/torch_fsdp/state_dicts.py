@@ -1,7 +1,7 @@
-"""What a wrapper's `state_dict()` holds under each of torch's three types, and what it takes back.
+"""What a wrapper's `state_dict()` holds under each of torch's three types, and what it loads.
 
-FULL is plain and whole, SHARDED holds StateShards, LOCAL this rank's elements as flat plain tensors with a
-stamp that says whose they are. Keys are those of the module without wrappers, always.
+FULL holds plain unsharded tensors, SHARDED StateShards, LOCAL this rank's elements as flat plain tensors with
+a stamp of their rank and layout. Keys are always those of the module without wrappers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,21 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.errors import FullshardError, StateError
-from fullshard.plan.layout import Piece
 from fullshard.state.state_dict import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
-from fullshard.torch_fsdp.roots import WRAPPED, Wrapper, clean, wrappers_in
 from fullshard.torch_fsdp.strategies import StateDictSettings, StateDictType
+from fullshard.torch_fsdp.wrapper_requests import WRAPPED, Wrapper, clean, wrappers_in
 
-STAMP = "_local_layout"  # under LOCAL_STATE_DICT: rank, ranks, and a checksum of how the model is cut
-_taking: set[int] = set()  # engines whose state dict is being put together
+STAMP = "_local_layout"  # under LOCAL_STATE_DICT: rank, ranks, and a checksum of the layout
+_taking: set[int] = set()  # engines whose state dict is being taken
 
 
-def whole_lane(lane: Lane, pieces: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Every rank's elements of what is laid out like this lane; a collective.
+def gather_lane(lane: Lane, pieces: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The unsharded values of what is laid out like this lane; a collective.
 
-    `pieces` are this rank's, by index: the parameters, or a state of their optimizer.
+    `pieces` are this rank's elements, by index: of the parameters, or of a state of their optimizer.
     """
     return lane.gather_pieces(pieces, dtype, lane.comm.tag(lane.unit, "full"))
-
-
-def places(runtime: Runtime) -> dict[Piece, tuple[Lane, int]]:
-    return {piece: (lane, i) for lane in runtime.lanes for i, piece in enumerate(lane.layout.pieces)}
 
 
 def is_first(runtime: Runtime) -> bool:
@@ -47,7 +42,7 @@ def is_first(runtime: Runtime) -> bool:
 
 
 def take(wrapper: Wrapper, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """The wrapped module's state dict, as the settings of the outermost call want it."""
+    """The wrapped module's state dict, in the form that the settings of the outermost call define."""
     runtime = engine_of(wrapper)
     before = set(destination)
     outer = runtime is not None and id(runtime) not in _taking
@@ -77,9 +72,9 @@ def _convert(
                 state[key] = state[key].local.view(-1)
         state[prefix + STAMP] = _stamp(runtime)
     elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        wanted = not getattr(config, "rank0_only", False) or is_first(runtime)
-        _gather_into(runtime, state, keys, wanted, config.offload_to_cpu)
-        if not wanted:
+        keep = not getattr(config, "rank0_only", False) or is_first(runtime)
+        _gather_into(runtime, state, keys, keep, config.offload_to_cpu)
+        if not keep:
             for key in keys:
                 del state[key]
             return
@@ -89,29 +84,29 @@ def _convert(
 
 
 def _gather_into(
-    runtime: Runtime, state: dict[str, Any], keys: Iterable[str], wanted: bool, to_host: bool
+    runtime: Runtime, state: dict[str, Any], keys: Iterable[str], keep: bool, to_host: bool
 ) -> None:
-    """Whole values in the place of shards: with `to_host` one lane at a time is on the device."""
-    known = places(runtime)
+    """Unsharded values in the place of shards: with `to_host` one lane at a time is on the device."""
+    known = {lane.layout.pieces[index]: (lane, index) for _, lane, index in runtime.places()}
     by_lane: dict[Lane, dict[int, list[str]]] = {}
-    copies: dict[Any, torch.Tensor] = {}  # of what is whole at rest: training on must not change a state dict
+    copies: dict[Any, torch.Tensor] = {}  # of what is not sharded: training must not change a state dict
     for key in keys:
         if isinstance(state[key], StateShard):
             lane, index = known[state[key].piece]
             by_lane.setdefault(lane, {}).setdefault(index, []).append(key)
-        elif isinstance(state[key], torch.Tensor) and wanted:
+        elif isinstance(state[key], torch.Tensor) and keep:
             value = state[key]
             if not to_host or value.is_cpu:
                 same = value.data_ptr(), tuple(value.shape), value.stride(), value.dtype  # tied ones stay one
                 state[key] = copies[same] = copies[same] if same in copies else value.detach().clone()
-    for lane in runtime.lanes:  # one order on all ranks
+    for lane in dict.fromkeys(lane for _, lane, _ in runtime.places()):
         if lane not in by_lane:
             continue
-        whole = whole_lane(lane, dict(enumerate(lane.parameters)), lane.dtypes.rest)
-        for index, names in by_lane[lane].items() if wanted else ():
-            value = piece_view(whole, lane.layout.pieces[index])
+        values = gather_lane(lane, dict(enumerate(lane.parameters)), lane.dtypes.rest)
+        for index, names in by_lane[lane].items() if keep else ():
+            value = piece_view(values, lane.layout.pieces[index])
             value = value.cpu() if to_host and value.device.type != "cpu" else value.clone()
-            state.update(dict.fromkeys(names, value))  # tied names share it, as they did
+            state.update(dict.fromkeys(names, value))  # tied names share it
 
 
 def _on_host(value: Any) -> Any:
@@ -119,7 +114,8 @@ def _on_host(value: Any) -> Any:
 
 
 def _stamp(runtime: Runtime) -> torch.Tensor:
-    rows = [f"{lane.layout.interval} {lane.layout.pieces}" for lane in runtime.lanes]
+    lanes = dict.fromkeys(lane for _, lane, _ in runtime.places())
+    rows = [f"{lane.layout.interval} {lane.layout.pieces}" for lane in lanes]
     comm = runtime.comm
     return torch.tensor([comm.rank, comm.ranks, zlib.crc32("\n".join(rows).encode())])
 
@@ -128,10 +124,10 @@ def _stamp(runtime: Runtime) -> torch.Tensor:
 
 
 def rename(wrapper: Wrapper, state: dict[str, Any], prefix: str) -> None:
-    """Keys of the plain module to those that torch's loading looks for, in place; wrapped ones stay.
+    """From keys of the plain module to those that torch's loading looks up, in place; wrapped ones stay.
 
     The wrappers inside are renamed as well, so that the values can be checked before one of them is copied.
-    Names behind another library's wrapper are left to that: the wrapper inside it renames the rest.
+    Names inside another library's wrapper are left alone: our wrapper inside that renames the rest.
     """
     raw = {clean(name): name for name, _ in nn.Module.named_modules(wrapper, remove_duplicate=False)}
     for key in [k for k in state if k.startswith(prefix)]:
@@ -168,11 +164,11 @@ def _from_local(
     if not torch.equal(stamp.cpu(), mine):
         rank, ranks, _ = stamp.tolist()
         raise StateError(
-            f"this state dict holds the elements of rank {rank} of {ranks}, for another cut than that of "
+            f"this state dict holds the elements of rank {rank} of {ranks}, in another layout than that of "
             f"rank {int(mine[0])} of {int(mine[1])} here",
             "Load on each rank what it saved, with the same number of ranks, or use FULL_STATE_DICT.",
         )
-    known = {id(p): (lane, i) for lane in runtime.lanes for i, p in enumerate(lane.parameters)}
+    known = {id(p): (lane, index) for p, lane, index in runtime.places()}
     for name, parameter in nn.Module.named_parameters(wrapper, remove_duplicate=False):
         key = prefix + name
         if id(parameter) in known and isinstance(state.get(key), torch.Tensor):
@@ -194,9 +190,9 @@ def check_all(wrapper: Wrapper, state: dict[str, Any]) -> None:
 
 def settings_of(module: nn.Module) -> StateDictSettings:
     """Of all wrappers in `module`, which must agree."""
-    found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
-    if any(settings != found[0] for settings in found[1:]):
+    settings = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
+    if any(other != settings[0] for other in settings[1:]):
         raise StateError(
             "wrappers inside one module have different state dict types", "Set it on the outermost module."
         )
-    return found[0] if found else strategies.settings(StateDictType.FULL_STATE_DICT)
+    return settings[0] if settings else strategies.settings(StateDictType.FULL_STATE_DICT)

@@ -1,6 +1,6 @@
-"""torch's names for what FSDP1 is asked for, and what each means to the engine.
+"""The options of FSDP1 under torch's names, and what each means to the engine.
 
-Enums of torch's own are taken by their name and its records by their fields, so a script may go on importing
+torch's own enums are accepted by name and its dataclasses by their fields, so a script may go on importing
 some of them from torch.
 """
 
@@ -145,30 +145,30 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 def settings(kind: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
     """A state dict type with configurations that fit it, checked."""
     chosen = by_name(StateDictType, kind, "state_dict_type")
-    wanted, optim_wanted = CONFIGS[chosen]
+    config_class, optim_class = CONFIGS[chosen]
     return StateDictSettings(
         chosen,
-        _fitting(wanted, config, "state_dict_config", chosen),
-        _fitting(optim_wanted, optim_config, "optim_state_dict_config", chosen),
+        _fitting(config_class, config, "state_dict_config", chosen),
+        _fitting(optim_class, optim_config, "optim_state_dict_config", chosen),
     )
 
 
-def _fitting(wanted: type[Any], config: Any, option: str, chosen: StateDictType) -> Any:
+def _fitting(expected: type[Any], config: Any, option: str, chosen: StateDictType) -> Any:
     if config is None:
-        return wanted()
-    if type(config).__name__ != wanted.__name__:
+        return expected()
+    if type(config).__name__ != expected.__name__:
         raise OptionError(
             f"{option} is a {type(config).__name__}, which does not go with {chosen.name}",
-            f"Give a {wanted.__name__}, or None.",
+            f"Give a {expected.__name__}, or None.",
         )
     if getattr(config, "_use_dtensor", False):
         raise NotSupported(
-            f"{wanted.__name__}(_use_dtensor=True): shards here are intervals of elements, not DTensors",
+            f"{expected.__name__}(_use_dtensor=True): shards here are intervals of elements, not DTensors",
             "Leave it False: torch.distributed.checkpoint saves and loads our shards as they are.",
         )
-    if isinstance(config, wanted):
+    if isinstance(config, expected):
         return replace(config)
-    return wanted(**{name: getattr(config, name) for name in wanted.__dataclass_fields__})
+    return expected(**{name: getattr(config, name) for name in expected.__dataclass_fields__})
 
 
 def by_name(kind: type[E], value: Any, option: str) -> E:
@@ -183,7 +183,7 @@ def by_name(kind: type[E], value: Any, option: str) -> E:
     )
 
 
-# ---- from torch's words to the engine's
+# ---- from torch's options to the engine's
 
 _STRATEGIES: dict[ShardingStrategy, dict[str, Any]] = {
     ShardingStrategy.FULL_SHARD: {"strategy": "zero3"},
@@ -200,14 +200,14 @@ def strategy_options(strategy: ShardingStrategy) -> dict[str, Any]:
     return dict(_STRATEGIES[strategy])
 
 
-def mixed_precision(said: Any) -> MixedPrecision:
-    """What was said, as a record of ours; what the engine cannot do is refused here."""
-    if said is None:
+def mixed_precision(given: Any) -> MixedPrecision:
+    """A MixedPrecision of ours with the same fields; what the engine cannot do is refused here."""
+    if given is None:
         return MixedPrecision()
     fields = MixedPrecision.__dataclass_fields__
-    if any(not hasattr(said, name) for name in fields):
-        raise OptionError(f"mixed_precision is {said!r}", "Give a MixedPrecision.")
-    mixed = MixedPrecision(**{name: getattr(said, name) for name in fields})
+    if any(not hasattr(given, name) for name in fields):
+        raise OptionError(f"mixed_precision is {given!r}", "Give a MixedPrecision.")
+    mixed = MixedPrecision(**{name: getattr(given, name) for name in fields})
     if mixed.keep_low_precision_grads:
         raise NotSupported(
             "MixedPrecision(keep_low_precision_grads=True): gradients have the dtype of their parameters",
@@ -220,10 +220,10 @@ def mixed_precision(said: Any) -> MixedPrecision:
 def precision(mixed: MixedPrecision, parameters: Iterable[nn.Parameter]) -> Precision:
     """The engine's precision for these parameters.
 
-    Those that have param_dtype already keep it at rest, as with torch: asked to compute in bf16, the engine
-    would give a bf16 model fp32 masters. Gradients travel in reduce_dtype, though not wider than they were
-    computed, and are added up in fp32 at the least: torch's sum in a narrow reduce_dtype would cost bits and
-    save nothing, since here each rank's gradient goes to its owner and is summed there.
+    Those that have param_dtype already keep it at rest, as in torch: `compute=bf16` would give a bf16 model
+    fp32 masters. Gradients are sent in reduce_dtype, though not wider than they were computed, and are summed
+    in fp32 at least: a sum in a narrow reduce_dtype, as torch's, would lose bits and save nothing, since here
+    each rank's gradient is sent to its owner and summed there.
     """
     floats = {p.dtype for p in parameters if p.dtype.is_floating_point}
     compute, wire = mixed.param_dtype, mixed.reduce_dtype
@@ -250,8 +250,8 @@ def refuse_ignored_classes(mixed: MixedPrecision, module: nn.Module) -> None:
             )
 
 
-def refuse_offload(said: Any) -> CPUOffload:
-    if said is not None and getattr(said, "offload_params", said):
+def refuse_offload(given: Any) -> CPUOffload:
+    if given is not None and getattr(given, "offload_params", given):
         raise NotSupported(
             "CPUOffload(offload_params=True): shards cannot be kept on the host yet",
             "Leave cpu_offload out, and use more ranks or FULL_SHARD to need less memory.",
@@ -259,15 +259,15 @@ def refuse_offload(said: Any) -> CPUOffload:
     return CPUOffload()
 
 
-def prefetches(said: Any) -> tuple[BackwardPrefetch | None, bool]:
-    """torch's value, and whether the engine looks ahead.
+def prefetches(given: Any) -> tuple[BackwardPrefetch | None, bool]:
+    """torch's value, and whether the engine prefetches.
 
-    BACKWARD_POST promises that a unit is freed before the next gets memory. The engine has no such order;
-    not looking ahead keeps the promise.
+    BACKWARD_POST guarantees that a unit is freed before the next one gets memory. The engine has no such
+    order; it guarantees the same without prefetch.
     """
-    if said is None:
+    if given is None:
         return None, False
-    chosen = by_name(BackwardPrefetch, said, "backward_prefetch")
+    chosen = by_name(BackwardPrefetch, given, "backward_prefetch")
     return chosen, chosen is BackwardPrefetch.BACKWARD_PRE
 
 
@@ -283,8 +283,8 @@ def mesh_of(group: Any, mesh: Any, strategy: ShardingStrategy) -> DeviceMesh | N
         return _grid(group)
     if isinstance(group, tuple | list):
         raise OptionError(f"process_group is {group!r}", f"One group goes with {strategy.name}.")
-    found = DeviceMesh.from_group(group, "cpu")  # its ranks alone are looked at
-    return None if found.mesh.tolist() == list(range(rank_count())) else found
+    ranks = DeviceMesh.from_group(group, "cpu")  # only its ranks are used
+    return None if ranks.mesh.tolist() == list(range(rank_count())) else ranks
 
 
 def _named(mesh: DeviceMesh) -> DeviceMesh:

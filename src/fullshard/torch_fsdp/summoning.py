@@ -1,4 +1,4 @@
-"""`summon_full_params`: whole parameters, on all ranks or the first, on device or host, with gradients."""
+"""`summon_full_params`: unsharded parameters on all ranks or the first, on device or host, with gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.runtime import Runtime, engine_of
 from fullshard.engine.unit import LiveUnit
-from fullshard.torch_fsdp.roots import Wrapper, begin, owned_units, wrappers_in
-from fullshard.torch_fsdp.state_dicts import is_first, whole_lane
+from fullshard.torch_fsdp.state_dicts import gather_lane, is_first
+from fullshard.torch_fsdp.wrapper_requests import Wrapper, begin, wrapper_request, wrappers_in
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def summoned(module: nn.Module, recurse: bool, how: tuple[bool, bool, bool, bool
                     stack.callback(gradients.put_back)
                 stack.enter_context(runtime.opened([unit], writeback))
                 if first_only and not is_first(runtime):
-                    _close(unit)  # one unit after the other: this rank never holds more than one whole
+                    _close(unit)  # one unit after the other: this rank never holds more than one
                     continue
                 if to_host:
                     _move_to_host(unit)
@@ -46,14 +46,12 @@ def _to_open(module: nn.Module, recurse: bool) -> list[tuple[Runtime, list[LiveU
     for wrapper in wrappers:
         begin(wrapper)
     runtimes = {runtime: w for w in reversed(wrappers) if (runtime := engine_of(w)) is not None}
-    if not recurse:
-        runtime = engine_of(module)
-        return [(runtime, owned_units(module, runtime))] if runtime and isinstance(module, Wrapper) else []
-    inside = {id(p) for _, p in nn.Module.named_parameters(module)}
-    return [
-        (runtime, [u for u in runtime.units if any(id(p) in inside for x in u.lanes for p in x.parameters)])
-        for runtime in reversed(runtimes)
-    ]
+    if recurse:
+        return [(runtime, runtime.units_of(module)) for runtime in reversed(runtimes)]
+    runtime = engine_of(module)
+    if runtime is None or not isinstance(module, Wrapper):
+        return []
+    return [(runtime, runtime.units_holding(wrapper_request(module).own_parameters()))]
 
 
 def _close(unit: LiveUnit) -> None:
@@ -63,7 +61,7 @@ def _close(unit: LiveUnit) -> None:
 
 
 def _move_to_host(unit: LiveUnit) -> None:
-    """The whole value leaves the device; what is written back is read from the host."""
+    """Unsharded values are moved off the device; what is written back is read from the host."""
     for lane in unit.lanes:
         if lane.unsharded is not None and lane.unsharded.device.type != "cpu":
             lane.unsharded = lane.unsharded.cpu()
@@ -72,18 +70,20 @@ def _move_to_host(unit: LiveUnit) -> None:
 
 
 class _Gradients:
-    """`p.grad` of one unit, whole and plain while its parameters are whole."""
+    """`p.grad` of one unit, an unsharded plain tensor while its parameters are unsharded."""
 
     def __init__(self, unit: LiveUnit) -> None:
-        self._lanes = [lane for lane in unit.lanes if not lane.replicated]  # others are whole already
+        self._lanes = [lane for lane in unit.lanes if not lane.replicated]  # others are unsharded already
         self._shards = [_shards(lane) for lane in self._lanes]
-        self._whole = [_gathered(lane, held) for lane, held in zip(self._lanes, self._shards, strict=True)]
+        self._unsharded = [
+            _gathered(lane, held) for lane, held in zip(self._lanes, self._shards, strict=True)
+        ]
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def show(self) -> None:
-        for lane, held, whole in zip(self._lanes, self._shards, self._whole, strict=True):
+        for lane, held, values in zip(self._lanes, self._shards, self._unsharded, strict=True):
             for index in held:
-                lane.parameters[index].grad = piece_view(whole, lane.layout.pieces[index])
+                lane.parameters[index].grad = piece_view(values, lane.layout.pieces[index])
 
     def take(self, writeback: bool) -> None:
         """Before the parameters are shards again: a gradient has its parameter's shape at any time."""
@@ -112,7 +112,7 @@ def _gathered(lane: Lane, held: dict[int, torch.Tensor]) -> torch.Tensor:
         return lane.rest.new_empty(0)
     for gradient in held.values():
         gradient.detach()  # refused while it is postponed: its values are not there
-    return whole_lane(lane, {i: _plain(g) for i, g in held.items()}, lane.dtypes.rest)
+    return gather_lane(lane, {i: _plain(g) for i, g in held.items()}, lane.dtypes.rest)
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ Wrapper = Callable[..., nn.Module]
 Kwargs = dict[str, Any]
 
 
-# ---- policies that are functions: asked twice of each module, on the way down and on the way up
+# ---- policies that are functions: called twice per module, on the way down and on the way up
 
 
 def always_wrap_policy(*_args: Any, **_kwargs: Any) -> bool:
@@ -103,11 +103,11 @@ class ModuleWrapPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> dict[nn.Module, Kwargs]:
-        wanted = tuple(self._module_classes)
+        classes = tuple(self._module_classes)
         return {
             module: copy.copy(root_kwargs)
             for module in root_module.modules()
-            if isinstance(module, wanted) and module not in ignored_modules
+            if isinstance(module, classes) and module not in ignored_modules
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:
@@ -126,7 +126,7 @@ class CustomPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> dict[nn.Module, Kwargs]:
-        found: dict[nn.Module, Kwargs] = {}
+        chosen: dict[nn.Module, Kwargs] = {}
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
@@ -137,8 +137,8 @@ class CustomPolicy(_Policy):
                     "Return True, False, or a dict of options.",
                 )
             if answer:
-                found[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
-        return found
+                chosen[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
+        return chosen
 
 
 # ---- wrapping
@@ -161,7 +161,7 @@ def auto_wrap(
     if callable(getattr(policy, "_run_policy", None)):  # torch's own objects too: they only name modules
         picked = policy._run_policy(root, ignored[0], dict(kwargs))
         picked.pop(root, None)
-        made = {module: _wrapped(module, wrapper, said) for module, said in reversed(picked.items())}
+        made = {module: _wrapped(module, wrapper, options) for module, options in reversed(picked.items())}
     elif callable(policy):
         walk = _Walk(policy, ignored, kwargs, wrapper)
         walk.down(root)
@@ -175,7 +175,7 @@ def auto_wrap(
 
 
 class _Walk:
-    """A policy that is a function: asked whether to go on, from the top, and to wrap, from the bottom."""
+    """A policy that is a function: whether to descend, from the top, and to wrap, from the bottom."""
 
     def __init__(
         self, policy: Any, ignored: tuple[set[nn.Module], set[nn.Parameter]], kwargs: Kwargs, wrapper: type
@@ -228,7 +228,7 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: Any) -> Iterator[None
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """`module` wrapped as the enclosing enable_wrap says; outside of one, `module` itself."""
+    """`module` wrapped with the options of the enclosing enable_wrap; outside of one, `module` itself."""
     if _Context.wrapper is None:
         return module
     return _wrapped(module, _Context.wrapper, _Context.kwargs | wrap_overrides)

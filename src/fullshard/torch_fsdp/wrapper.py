@@ -1,8 +1,8 @@
 """`FullyShardedDataParallel`: torch's FSDP1 signature, this engine underneath.
 
 The wrapper is a thin module around the user's. The engine is attached to the wrapped module, so a call that
-comes past the wrapper (`model.generate()`, `model.module(x)`) is served as well. `named_parameters`,
-`named_buffers` and state dicts show the names of the plain module, whatever `use_orig_params` says;
+bypasses the wrapper (`model.generate()`, `model.module(x)`) works as well. `named_parameters`,
+`named_buffers` and state dicts show the names of the plain module, whatever `use_orig_params` is;
 parameters are always the user's own objects, never flat ones. `named_modules` shows the wrappers, as torch's.
 """
 
@@ -21,12 +21,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard import api
 from fullshard.comm import groups
-from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import map_tensors
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.torch_fsdp import state_dicts, strategies
+from fullshard.torch_fsdp.deferred import refuse_sharded, requests_in
 from fullshard.torch_fsdp.optimizer_calls import OptimizerCalls
-from fullshard.torch_fsdp.roots import WRAPPED, Said, Wrapper, begin, clean, core, refuse_begun, wrappers_in
 from fullshard.torch_fsdp.strategies import (
     BackwardPrefetch,
     CPUOffload,
@@ -38,6 +38,15 @@ from fullshard.torch_fsdp.strategies import (
 )
 from fullshard.torch_fsdp.summoning import summoned
 from fullshard.torch_fsdp.wrap import auto_wrap
+from fullshard.torch_fsdp.wrapper_requests import (
+    WRAPPED,
+    Wrapper,
+    WrapperOptions,
+    WrapperRequest,
+    begin,
+    clean,
+    wrappers_in,
+)
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
@@ -48,18 +57,18 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     module: what to wrap; wrappers inside it become units of the same engine.
     process_group, device_mesh: over which ranks; None is all. Hybrid strategies take a mesh of two axes.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _HYBRID_SHARD_ZERO2.
-    cpu_offload: refused, unless it says no.
+    cpu_offload: CPUOffload(offload_params=True) is refused.
     auto_wrap_policy: which submodules are units; without one, and without wrappers inside, the engine finds
         them.
-    backward_prefetch: BACKWARD_PRE looks ahead; BACKWARD_POST and None do not.
+    backward_prefetch: BACKWARD_PRE prefetches; BACKWARD_POST and None do not.
     mixed_precision: a MixedPrecision.
     ignored_modules, ignored_states: stay as they are on every rank, unsynchronised.
     param_init_fn: gives a meta-device module's own tensors their values.
-    device_id: where a module that lies on the host, or on meta, is sharded.
-    sync_module_states: the first rank's values always count, also where it is False; True lets the other
-        ranks be on the meta device.
-    forward_prefetch, limit_all_gathers: taken and without effect: the engine looks ahead, and limits itself.
-    use_orig_params: taken and without effect: parameters are always the original ones.
+    device_id: where a module that is on the host, or on meta, is sharded.
+    sync_module_states: all ranks get the first rank's values in any case; with True the other ranks may be
+        on the meta device.
+    forward_prefetch, limit_all_gathers: accepted, without effect: the engine prefetches, and limits itself.
+    use_orig_params: accepted, without effect: parameters are always the original ones.
     """
 
     def __init__(
@@ -81,9 +90,9 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        said = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        refuse_begun(wrappers_in(module), module)
+        refuse_sharded(requests_in(module, WrapperRequest), module)
         strategy = strategies.by_name(
             ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy"
         )
@@ -97,16 +106,16 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             strategies.refuse_ignored_classes(self.mixed_precision, module)
-            kwargs = {k: said[k] for k in _INHERITED} | {"ignored_states": parameters or None}
+            kwargs = {k: arguments[k] for k in _INHERITED} | {"ignored_states": parameters or None}
             auto_wrap(module, auto_wrap_policy, (modules, set(parameters)), kwargs, type(self))
         self._fsdp_wrapped_module = module
-        self._wait(
-            Said(
+        self._defer(
+            WrapperOptions(
                 strategy=strategy,
                 mixed=self.mixed_precision,
                 mesh=strategies.mesh_of(process_group, device_mesh, strategy),
                 prefetch=looks_ahead,
-                initialize=param_init_fn,
+                param_init_fn=param_init_fn,
                 device=_device(device_id),
                 synchronise=bool(sync_module_states),
                 ignored=frozenset(parameters),
@@ -135,9 +144,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_root is None:
-            begin(self)
-        runtime = engine_of(self)
+        runtime = begin(self)
         if self._is_root and runtime is not None and runtime.comm.device.type != "cpu":
             device = runtime.comm.device  # torch moves the root's inputs; others are there already
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device), objects=False)
@@ -157,23 +164,18 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
             yield clean(name), buffer
 
     def requires_grad_(self, requires_grad: bool = True) -> FullyShardedDataParallel:
-        """As any module's; does not begin to shard: an inner one may be frozen, then the outer wrapped."""
+        """Does not shard the model: an inner wrapper may be frozen, then the outer module wrapped."""
         for _, parameter in super().named_parameters():
             parameter.requires_grad_(requires_grad)
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
-        """`fn` sees whole values of each module's own parameters, and its edits count."""
+        """`fn` sees unsharded values of each module's own parameters, and its edits are kept."""
         self._fsdp_wrapped_module.apply(fn)
         fn(self)
         return self
 
     # ---- roots
-
-    def fullshard_model(self) -> nn.Module:
-        """What fs.save, fs.load, fs.full and the others work on when they are given the wrapper."""
-        begin(self)
-        return core(self)
 
     def check_is_root(self) -> bool:
         begin(self)
@@ -181,12 +183,12 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if not root_only:
-            return found
-        for wrapper in found:
+            return wrappers
+        for wrapper in wrappers:
             begin(wrapper)
-        return [m for m in found if m._is_root]
+        return [wrapper for wrapper in wrappers if wrapper._is_root]
 
     def _root_only(self, method: str) -> Runtime | None:
         runtime = begin(self)
@@ -231,7 +233,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Parameters hold their whole values. All ranks enter together."""
+        """Parameters hold unsharded values. All ranks enter together."""
         if writeback and rank0_only:
             raise NotSupported(
                 "summon_full_params(writeback=True, rank0_only=True): the other ranks have nothing to write",
@@ -250,7 +252,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As the state dict type says: whole by default, and then a collective."""
+        """In the form of the state dict type: by default unsharded, which is a collective."""
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         destination = given.get("destination", destination)
         prefix, keep_vars = given.get("prefix", prefix), given.get("keep_vars", keep_vars)
@@ -268,7 +270,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Whole values, shards, or this rank's elements; nothing changes if one of them does not fit."""
+        """Takes unsharded values, shards, or this rank's elements; if one does not fit, nothing changes."""
         begin(self)
         state = OrderedDict(state_dict)
         if hasattr(state_dict, "_metadata"):
@@ -277,12 +279,12 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         if not assign:
             state_dicts.check_all(self, state)
         try:
-            said = super().load_state_dict(state, strict, assign)
+            keys = super().load_state_dict(state, strict, assign)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
             raise RuntimeError(str(error).replace(WRAPPED + ".", "")) from None
-        return _IncompatibleKeys(*([clean(key) for key in keys] for keys in said))
+        return _IncompatibleKeys(*([clean(key) for key in names] for names in keys))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         begin(self)
@@ -296,7 +298,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Of all wrappers in `module`; what it was before comes back."""
+        """Of all wrappers in `module`; returns the previous settings."""
         new = strategies.settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = FullyShardedDataParallel.get_state_dict_type(module)
         for wrapper in wrappers_in(module):
@@ -315,7 +317,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """The same, until it is left."""
+        """`set_state_dict_type` for the duration of a `with` block."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -325,7 +327,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
                 wrapper.state_dict_settings = before
 
 
-# What a policy hands on to the wrappers that it makes.
+# What a policy passes on to the wrappers that it makes.
 _INHERITED = (
     "process_group", "sharding_strategy", "cpu_offload", "backward_prefetch", "mixed_precision",
     "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers",
@@ -352,10 +354,10 @@ def _ignored(
     return inside, [p for _, p in nn.Module.named_parameters(module) if id(p) in chosen]
 
 
-def _device(said: int | torch.device | str | None) -> torch.device | None:
-    if said is None:
+def _device(device_id: int | torch.device | str | None) -> torch.device | None:
+    if device_id is None:
         return None
-    device = torch.device("cuda", said) if isinstance(said, int) else torch.device(said)
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device  # there is one, whatever its number

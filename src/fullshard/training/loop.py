@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.api import accumulate, shard
-from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.load import Loaded, load
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.saving.background import Saving
 from fullshard.data import Batches
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, GradientError, Uninitialised

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.checkpoint.tools.commands import identify
+from fullshard.checkpoint.tools.paths import identify
 from fullshard.errors import CheckpointError, OptionError
 from fullshard.extras import need
 from fullshard.training.gpt import GPT, GPTConfig, Initialiser

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fullshard.errors import OptionError
 from fullshard.extras import need
+from fullshard.options import TABLE, Across, Strategy
 from fullshard.training.gpt import GPTConfig
 from fullshard.training.schema import Source, apply_override, build
 
@@ -94,12 +95,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What `fs.shard` is asked for."""
+    """Options of `fs.shard`."""
 
-    strategy: Literal["replicate", "zero1", "zero2", "zero3", "hybrid"] = "zero3"
+    strategy: Strategy = TABLE["strategy"].default
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpoint_activations: bool = False
-    across: Literal["replicate", "shard"] = "replicate"
+    across: Across = TABLE["across"].default
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint folders, FSDP2's among them: read into shards, and written from them."""
+"""Folders of torch.distributed.checkpoint, as FSDP2 uses them: read into shards, and written from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from fullshard.checkpoint.dcp.format import METADATA
 from fullshard.checkpoint.dcp.reading import Tiles
 from fullshard.checkpoint.dcp.writing import save, write_folder
-from fullshard.checkpoint.reading import Foreign
+from fullshard.checkpoint.loading.reading import Foreign
 
 __all__ = ["is_dcp", "open_dcp", "save", "write_folder"]
 

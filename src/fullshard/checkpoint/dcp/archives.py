@@ -1,9 +1,9 @@
-"""The items of `*.distcp` files: one behind the other, each an archive of its own that torch.save wrote.
+"""The items of `*.distcp` files: one after another, each an archive that torch.save wrote.
 
-A tensor's archive holds a pickle, but it is not unpickled into a tensor: its few lines are read for shape,
-strides and place, and the numbers are then read from the file like those of any other. So a part of an item
-can be read without the rest. An archive carries the CRC-32 of what it holds; torch's own reader does not look
-at it, this one does.
+A tensor's archive holds a pickle, which is not unpickled into a tensor: it is read for shape, strides and
+location only, and the numbers are then read from the file directly. So a part of an item can be read
+without the rest. An archive has a CRC-32 of its contents; torch's own reader ignores it, this one checks
+it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ import torch
 from fullshard.checkpoint.dcp.format import DTYPES, Chunk, Place, Unpickler, counts, refused
 from fullshard.checkpoint.format import headers
 from fullshard.checkpoint.format.headers import is_count
-from fullshard.checkpoint.reading import CHUNK_BYTES, Blocks
+from fullshard.checkpoint.loading.reading import CHUNK_BYTES, DAMAGED, Blocks
 from fullshard.comm.groups import as_bytes
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-_MAX_PICKLE_BYTES = 2**16  # of one tensor's description; it has some 200
-_PAGE_BYTES = 4096  # read at least; an archive's directory is much smaller
+_MAX_PICKLE_BYTES = 2**16  # of one tensor's description, which has about 200
+_PAGE_BYTES = 4096  # smallest read; an archive's directory is much smaller
 _END_BYTES = 22  # of an archive's last record
-_REMEDY = "The checkpoint is damaged; use another one."
 
 
 @dataclass(frozen=True)
 class Strided:
-    """The numbers of a chunk in its file: the storage's first byte, the first element, how far apart."""
+    """The numbers of a chunk in its file: the storage's first byte and size, first element, strides."""
 
     file: str
     begin: int
@@ -45,46 +44,47 @@ class Strided:
     dtype: torch.dtype
     offset: int
     strides: tuple[int, ...]
-    crc: int | None  # of the whole storage; None: it was written without checksums
+    crc: int | None  # of the complete storage; None if it was written without checksums
 
 
 class ItemFiles(Blocks):
-    """The files of a folder."""
+    """The `*.distcp` files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, None, _PAGE_BYTES)
-        self._found: dict[tuple[Place, str], Strided] = {}
+        self._located: dict[tuple[Place, str], Strided] = {}
         self._headers: dict[tuple[str, int], headers.Header] = {}
         self._needed: dict[tuple[Place, str], tuple[Chunk, torch.dtype]] = {}
 
     def want_chunk(self, chunk: Chunk, dtype: torch.dtype) -> None:
-        """Some of it will be read."""
+        """Announce that some of a chunk will be read."""
         self._needed[chunk.place, chunk.name] = (chunk, dtype)
 
     def verify(self) -> None:
-        """Look at the head and at all numbers of every item of which some will be read; keep none of them.
+        """Read and check every item of which some will be read, and keep none of it.
 
-        What this cannot find is an item that was replaced by another of the same shape and dtype, or was
-        damaged after it was written without checksums: by torch.serialization.set_crc32_options(False), or
+        This does not detect an item that was replaced by another of the same shape and dtype, or one that was
+        damaged after it was written without checksums: with torch.serialization.set_crc32_options(False), or
         in SerializationFormat.SAFETENSORS.
         """
         needed = sorted(self._needed.values(), key=lambda item: (item[0].place.file, item[0].place.begin))
         for chunk, dtype in needed:  # in the order of the files
-            self._check_numbers(chunk, self.look(chunk, dtype))
+            self._check_numbers(chunk, self.locate(chunk, dtype))
         self._needed.clear()
 
-    def look(self, chunk: Chunk, dtype: torch.dtype) -> Strided:
+    def locate(self, chunk: Chunk, dtype: torch.dtype) -> Strided:
+        """Where the numbers of a chunk are."""
         key = (chunk.place, chunk.name)
-        if key not in self._found:
+        if key not in self._located:
             check_place(self, chunk.name, chunk.place)
             plain = chunk.place.length == chunk.box.num_elements * dtype.itemsize
-            self._found[key] = self._plain(chunk, dtype) if plain else read_strided(self, chunk, dtype)
-        return self._found[key]
+            self._located[key] = self._plain(chunk, dtype) if plain else read_strided(self, chunk, dtype)
+        return self._located[key]
 
     def read_region(
         self, where: Strided, low: Sequence[int], sizes: Sequence[int], out: torch.Tensor
     ) -> None:
-        """A rectangle of an item, from `low` on, into `out` of that shape; a few megabytes at a time."""
+        """Read a rectangle of an item, from `low` on, into `out` of that shape, a few megabytes at a time."""
         itemsize = where.dtype.itemsize
         reach = [(n - 1) * s for n, s in zip(sizes, where.strides, strict=True)]
         span = 1 + sum(reach)
@@ -103,7 +103,7 @@ class ItemFiles(Blocks):
         out.copy_(values.as_strided(tuple(sizes), where.strides))
 
     def item(self, name: str, place: Place) -> bytes:
-        """All of an item that is no tensor."""
+        """The bytes of an item that is not a tensor."""
         check_place(self, name, place)
         return self.bytes(place.file, place.begin, place.begin + place.length)
 
@@ -119,7 +119,7 @@ class ItemFiles(Blocks):
             raise damaged(self, chunk.name, chunk.place, "its checksum differs")
 
     def _plain(self, chunk: Chunk, dtype: torch.dtype) -> Strided:
-        """In a file that was written with SerializationFormat.SAFETENSORS: behind one header, by name."""
+        """Locate a chunk in a file of SerializationFormat.SAFETENSORS, by its header."""
         file, begin = chunk.place.file, chunk.place.begin
         if (file, begin) not in self._headers:
             self._headers[file, begin] = headers.read(
@@ -128,15 +128,15 @@ class ItemFiles(Blocks):
                 lambda first, last: self.bytes(file, begin + first, begin + last),
             )
         tensors, begins, _ = self._headers[file, begin]
-        found = tensors.get(chunk.name)
-        if found is None or (found.shape, found.dtype) != (chunk.box.sizes, dtype):
-            raise damaged(self, chunk.name, chunk.place, "not there in that shape and dtype")
-        strides = torch.empty(found.shape, device="meta").stride()
-        return Strided(file, begin + begins[chunk.name], found.size_bytes, dtype, 0, strides, None)
+        tensor = tensors.get(chunk.name)
+        if tensor is None or (tensor.shape, tensor.dtype) != (chunk.box.sizes, dtype):
+            raise damaged(self, chunk.name, chunk.place, "the header has no tensor of that shape and dtype")
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        return Strided(file, begin + begins[chunk.name], tensor.size_bytes, dtype, 0, strides, None)
 
 
 class View(io.RawIOBase):
-    """An item's bytes as a file."""
+    """An item's bytes as a file object."""
 
     def __init__(self, blocks: Blocks, place: Place) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class NotPlain(Exception):
 
 
 def read_value(files: ItemFiles, name: str, place: Place) -> Any:
-    """An item that is no tensor: numbers, texts, lists, dicts. Anything that needs code is refused."""
+    """The value of an item that is not a tensor: numbers, strings, lists, dicts. Nothing that runs code."""
     data = io.BytesIO(files.item(name, place))
     try:
         _check_end(data.getvalue()[-_END_BYTES:])
@@ -178,7 +178,7 @@ def read_value(files: ItemFiles, name: str, place: Place) -> Any:
             records = archive.infolist()
             if any(info.compress_type != zipfile.ZIP_STORED for info in records):
                 raise ValueError("it is compressed, which torch.save does not do")
-            has_checksums = any(info.CRC for info in records)  # or torch was told to write zeros
+            has_checksums = any(info.CRC for info in records)  # all zero if torch was set to write none
             bad = archive.testzip() if has_checksums else None
     except Exception as error:  # noqa: BLE001  a damaged archive raises anything
         why = f"not an archive that can be read ({type(error).__name__}: {str(error)[:200]})"
@@ -188,51 +188,51 @@ def read_value(files: ItemFiles, name: str, place: Place) -> Any:
     data.seek(0)
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  torch refuses in several ways
+    except Exception as error:  # noqa: BLE001  torch raises several kinds
         raise NotPlain(str(error).splitlines()[0][:200]) from None
 
 
 def check_place(blocks: Blocks, name: str, place: Place) -> None:
     size = blocks.size(place.file)
     if place.begin + place.length > size:
-        raise CheckpointError(
-            f"{blocks.name(place.file)} has {size} bytes, and {name!r} lies in it up to byte "
+        raise DamagedCheckpoint(
+            f"{blocks.name(place.file)} has {size} bytes, and {name!r} ends at byte "
             f"{place.begin + place.length}: it was cut short",
-            _REMEDY,
+            DAMAGED,
         )
 
 
-def damaged(blocks: Blocks, name: str, place: Place, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{blocks.name(place.file)}: what lies at bytes {place.begin} to {place.begin + place.length} is not "
+def damaged(blocks: Blocks, name: str, place: Place, why: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"{blocks.name(place.file)}: bytes {place.begin} to {place.begin + place.length} are not "
         f"{name!r}: {why}",
-        _REMEDY,
+        DAMAGED,
     )
 
 
 def read_strided(blocks: Blocks, chunk: Chunk, dtype: torch.dtype) -> Strided:
-    """Where in its archive a chunk's numbers are. Nothing is believed: shape, dtype, sizes are compared."""
+    """Where in its archive a chunk's numbers are, after checking shape, dtype and sizes."""
     check_place(blocks, chunk.name, chunk.place)
     try:
-        found, sizes = _read_archive(blocks, chunk.place)
+        where, sizes = _read_archive(blocks, chunk.place)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  a damaged archive raises anything
         why = f"not an archive of one plain tensor ({type(error).__name__}: {str(error)[:200]})"
         raise damaged(blocks, chunk.name, chunk.place, why) from None
-    if sizes != chunk.box.sizes or found.dtype != dtype:
-        why = f"it has shape {sizes} and {found.dtype}, and should have {chunk.box.sizes} and {dtype}"
+    if sizes != chunk.box.sizes or where.dtype != dtype:
+        why = f"it has shape {sizes} and {where.dtype}, and should have {chunk.box.sizes} and {dtype}"
         raise damaged(blocks, chunk.name, chunk.place, why)
-    last = found.offset + sum((n - 1) * s for n, s in zip(sizes, found.strides, strict=True))
-    if prod(sizes) and (last + 1) * dtype.itemsize > found.size_bytes:
+    last = where.offset + sum((n - 1) * s for n, s in zip(sizes, where.strides, strict=True))
+    if prod(sizes) and (last + 1) * dtype.itemsize > where.size_bytes:
         raise damaged(blocks, chunk.name, chunk.place, "its numbers reach beyond its end")
-    return found
+    return where
 
 
 @dataclass(frozen=True)
 class _Storage:
     key: str
-    dtype: torch.dtype | None  # None: the tensor says
+    dtype: torch.dtype | None  # None: given by the tensor
     count: int
 
 
@@ -248,16 +248,16 @@ class _Described:
 def _rebuild(
     storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any
 ) -> _Described:
-    """In place of torch's function of six arguments, and of the one that has a dtype and more besides."""
+    """Replaces torch's _rebuild_tensor_v2, and _v3, which also has a dtype and metadata."""
     dtype = storage.dtype
     if dtype is None:
         dtype, *more = more  # type: ignore[assignment]
     if any(more) or not isinstance(dtype, torch.dtype) or not is_count(offset):
         raise ValueError("a tensor that is not plain")
-    found = _Described(storage, dtype, offset, counts(sizes), counts(strides))
-    if len(found.sizes) != len(found.strides):
+    tensor = _Described(storage, dtype, offset, counts(sizes), counts(strides))
+    if len(tensor.sizes) != len(tensor.strides):
         raise ValueError("a tensor with more strides than sizes")
-    return found
+    return tensor
 
 
 def _rebuild_parameter(data: _Described, _grad: Any, _hooks: Any) -> _Described:
@@ -280,7 +280,7 @@ _STORAGES = {
 
 
 class _TensorReader(Unpickler):
-    """Reads how a tensor is made, and makes none."""
+    """Reads the description of a tensor without building it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
@@ -289,22 +289,22 @@ class _TensorReader(Unpickler):
             return DTYPES[name]
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return None
-        found = _BUILDERS.get((module, name))
-        if found is None:
+        builder = _BUILDERS.get((module, name))
+        if builder is None:
             raise refused("a tensor's archive", f"{module}.{name}")
-        return found
+        return builder
 
-    def persistent_load(self, said: Any) -> Any:
-        kind, dtype, key, _, count = said
+    def persistent_load(self, description: Any) -> Any:
+        kind, dtype, key, _, count = description
         if kind != "storage" or not isinstance(key, str) or not is_count(count):
-            raise ValueError("a storage that is not described")
+            raise ValueError("a storage without a valid description")
         return _Storage(key, dtype, count)
 
 
 def _check_end(tail: bytes) -> None:
-    """An archive of torch.save ends with its end record; Python's reader would look for one further up."""
+    """Raise unless the archive ends with its end record; Python's reader would search further up."""
     if tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":
-        raise ValueError("it does not end as an archive does")
+        raise ValueError("it does not end like an archive")
 
 
 def _read_archive(blocks: Blocks, place: Place) -> tuple[Strided, tuple[int, ...]]:
@@ -312,27 +312,27 @@ def _read_archive(blocks: Blocks, place: Place) -> tuple[Strided, tuple[int, ...
     _check_end(blocks.bytes(place.file, max(place.begin, end - _END_BYTES), end))
     with zipfile.ZipFile(View(blocks, place)) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        told = records["data.pkl"]
-        if told.file_size > _MAX_PICKLE_BYTES or told.compress_type != zipfile.ZIP_STORED:
+        pickled = records["data.pkl"]
+        if pickled.file_size > _MAX_PICKLE_BYTES or pickled.compress_type != zipfile.ZIP_STORED:
             raise ValueError("its description is too long")
-        has_checksums = told.CRC != 0  # torch.serialization.set_crc32_options(False) writes zeros everywhere
-        data = _record(blocks, place, told, has_checksums)
-        found = _TensorReader(io.BytesIO(data)).load()
-        if not isinstance(found, _Described):
-            raise ValueError(f"it holds a {type(found).__name__}")
+        has_checksums = pickled.CRC != 0  # zeros after torch.serialization.set_crc32_options(False)
+        data = _record(blocks, place, pickled, has_checksums)
+        tensor = _TensorReader(io.BytesIO(data)).load()
+        if not isinstance(tensor, _Described):
+            raise ValueError(f"it holds a {type(tensor).__name__}")
         if (
             "byteorder" in records
             and _record(blocks, place, records["byteorder"], has_checksums) != b"little"
         ):
             raise ValueError("its numbers are big-endian")
-        numbers = records[f"data/{found.storage.key}"]
-    width = 1 if found.storage.dtype is None else found.dtype.itemsize
-    if numbers.compress_type != zipfile.ZIP_STORED or numbers.file_size != found.storage.count * width:
-        raise ValueError(f"its storage has {numbers.file_size} bytes, for {found.storage.count} elements")
+        numbers = records[f"data/{tensor.storage.key}"]
+    width = 1 if tensor.storage.dtype is None else tensor.dtype.itemsize
+    if numbers.compress_type != zipfile.ZIP_STORED or numbers.file_size != tensor.storage.count * width:
+        raise ValueError(f"its storage has {numbers.file_size} bytes, for {tensor.storage.count} elements")
     begin = _begin(blocks, place, numbers)
     crc = numbers.CRC if has_checksums else None
-    where = Strided(place.file, begin, numbers.file_size, found.dtype, found.offset, found.strides, crc)
-    return where, found.sizes
+    where = Strided(place.file, begin, numbers.file_size, tensor.dtype, tensor.offset, tensor.strides, crc)
+    return where, tensor.sizes
 
 
 def _record(blocks: Blocks, place: Place, info: zipfile.ZipInfo, check: bool) -> bytes:
@@ -344,7 +344,7 @@ def _record(blocks: Blocks, place: Place, info: zipfile.ZipInfo, check: bool) ->
 
 
 def _begin(blocks: Blocks, place: Place, info: zipfile.ZipInfo) -> int:
-    """The first byte of a record: behind its local header, which has a name and padding of its own."""
+    """The first byte of a record, after its local header, which has its own name and padding."""
     header = place.begin + info.header_offset
     signature, name, padding = struct.unpack("<4s22xHH", blocks.bytes(place.file, header, header + 30))
     begin = header + 30 + int(name) + int(padding)

@@ -1,7 +1,7 @@
-"""A folder of torch.distributed.checkpoint on its way to disk: files of items, `.metadata`, and the name.
+"""Writes a folder of torch.distributed.checkpoint: files of items, then `.metadata`, then the rename.
 
-Every rank writes one file, `__<rank>_0.distcp`, an item at a time, so that a save needs the memory of its
-largest item and not of everything. The first rank then writes `.metadata`, from what all ranks wrote where.
+Every rank writes one file, `__<rank>_0.distcp`, one item at a time, so that a save needs memory for its
+largest item only. The first rank then writes `.metadata`, with the locations of all items of all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the whole shape, and the rectangles of it that this rank writes, one at a time."""
+    """A tensor of unsharded shape, and the rectangles of it that this rank writes, one at a time."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Leaf:
 
 @dataclass
 class Written:
-    """What a rank has put into its file, and where."""
+    """What a rank has written to its file, and where."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, list[tuple[Box, Place]]]] = field(
         default_factory=dict
@@ -59,7 +59,7 @@ class Written:
 
 
 class _Stream:
-    """What torch.save writes, into a file of the save, in pieces of a useful size."""
+    """A file of the save for torch.save to write to; small writes are buffered."""
 
     def __init__(self, path: Path) -> None:
         files.disk.create(path, 0)
@@ -80,7 +80,7 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """torch.save asks for it after every item; `close` is early enough."""
+        """torch.save calls this after every item; flushing in `close` is enough."""
 
     def close(self) -> None:
         try:
@@ -95,14 +95,14 @@ class _Stream:
 
 
 def _flat(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Dotted names, and the path behind each: by torch's own rule, which its reader follows, too."""
+    """Dotted names and their paths, by torch's own rule, which its reader follows as well."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(tree)
     return planner.state_dict, planner.mappings
 
 
 def write(folder: Path, rank: int, tree: dict[str, Any], is_first: bool) -> Written:
-    """This rank's file: its rectangles, and on the first rank everything that is whole on all."""
+    """Write this rank's file: its rectangles, and on the first rank also what every rank has in full."""
     file = f"__{rank}_0.distcp"
     written = Written()
     try:
@@ -110,7 +110,7 @@ def write(folder: Path, rank: int, tree: dict[str, Any], is_first: bool) -> Writ
         try:
             for name, value in _flat(tree)[0].items():
                 if isinstance(value, torch.Tensor):
-                    value = _whole_leaf(value, is_first)
+                    value = _replicated_leaf(value, is_first)
                 if isinstance(value, Leaf):
                     places = [(box, _put(stream, file, _own(part))) for box, part in value.parts()]
                     written.tensors[name] = (value.shape, value.dtype, places)
@@ -123,14 +123,14 @@ def write(folder: Path, rank: int, tree: dict[str, Any], is_first: bool) -> Writ
     return written
 
 
-def _whole_leaf(value: torch.Tensor, mine: bool) -> Leaf:
+def _replicated_leaf(value: torch.Tensor, mine: bool) -> Leaf:
     shape = tuple(value.shape)
     parts = [(Box((0,) * len(shape), shape), value)] if mine and value.numel() else []
     return Leaf(shape, value.dtype, lambda: parts)
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:
-    """In host memory of its own, row-major: torch.save writes all the memory that a tensor is a view of."""
+    """A row-major copy in host memory, if needed: torch.save writes the complete storage of a view."""
     if part.device.type == "cpu" and part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes:
         return part.detach()
     return torch.empty(part.shape, dtype=part.dtype).copy_(part.detach())
@@ -142,34 +142,34 @@ def _put(stream: _Stream, file: str, value: Any) -> Place:
     return Place(file, begin, stream.at - begin)
 
 
-def finish(staging: commit.Staging, everyone: list[Written], tree: Any, tied: dict[str, str]) -> None:
-    """The first rank: is every element there? Then `.metadata`, and the name."""
-    found = _metadata(everyone, _flat(tree)[1], {f"model.{a}": f"model.{n}" for a, n in tied.items()})
+def finish(staging: commit.Staging, by_rank: list[Written], tree: Any, tied: dict[str, str]) -> None:
+    """On the first rank: check that every element was written, write `.metadata`, rename the folder."""
+    metadata = _metadata(by_rank, _flat(tree)[1], {f"model.{a}": f"model.{n}" for a, n in tied.items()})
     try:
-        files.disk.write_file(staging.folder / METADATA, pickle.dumps(found))
+        files.disk.write_file(staging.folder / METADATA, pickle.dumps(metadata))
         _commit(staging)
     except OSError as error:
         raise failed(f"cannot finish checkpoint {str(staging.target)!r}", error) from error
 
 
-def _metadata(everyone: list[Written], paths: dict[str, Any], tied: dict[str, str]) -> Metadata:
-    first = everyone[0]
+def _metadata(by_rank: list[Written], paths: dict[str, Any], tied: dict[str, str]) -> Metadata:
+    first = by_rank[0]
     described: dict[str, Any] = {name: BytesStorageMetadata() for name in first.values}
     where = {MetadataIndex(name): _info(place) for name, place in first.values.items()}
-    for rank, written in enumerate(everyone):
-        odd = sorted(written.tensors.keys() ^ first.tensors.keys())
-        if odd:
+    for rank, written in enumerate(by_rank):
+        differing = sorted(written.tensors.keys() ^ first.tensors.keys())
+        if differing:
             raise RankMismatch(
-                f"rank {rank} holds other tensors than the first: {odd[:4]}",
+                f"rank {rank} has other tensors than the first rank: {differing[:4]}",
                 "Give every rank the same model and optimizer, after the same steps.",
             )
     for name, (shape, dtype, _) in first.tensors.items():
-        parts = [part for written in everyone for part in written.tensors[name][2]]
+        parts = [part for written in by_rank for part in written.tensors[name][2]]
         count = sum(box.num_elements for box, _ in parts)
         if count != prod(shape):
             raise CheckpointError(
                 f"ranks wrote {count} elements of {name!r} of shape {shape}",
-                "This is a mistake of fullshard's own; the save was given up. Please report it.",
+                "This is a bug in fullshard; the save was abandoned. Please report it.",
             )
         for known in (name, *(alias for alias, stored in tied.items() if stored == name)):
             chunks = [
@@ -181,27 +181,27 @@ def _metadata(everyone: list[Written], paths: dict[str, Any], tied: dict[str, st
                 for index, (box, place) in enumerate(parts)
             }
     paths = paths | {alias: ("model", alias.removeprefix("model.")) for alias in tied}
-    found = Metadata(described, {name: paths[name] for name in described}, where, StorageMeta())
+    metadata = Metadata(described, {name: paths[name] for name in described}, where, StorageMeta())
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # not in every torch
     if version is not None:
-        found.version = version
-    return found
+        metadata.version = version
+    return metadata
 
 
 def _info(place: Place) -> filesystem._StorageInfo:
     return filesystem._StorageInfo(place.file, place.begin, place.length)
 
 
-# ---- from a folder being written to a checkpoint
+# ---- creating and renaming the folder
 
 
 def _is_ours(target: Path) -> bool:
-    """A folder that holds such a checkpoint and nothing else."""
+    """Whether a folder holds such a checkpoint and nothing else."""
     return (target / METADATA).is_file() and all(_OURS.fullmatch(entry.name) for entry in target.iterdir())
 
 
 def begin(target: Path) -> commit.Staging:
-    """A folder to write into. What a crash leaves of it is no checkpoint; a later save sweeps it away."""
+    """Create a folder to write into. If a crash leaves it unfinished, a later save removes it."""
     parent, name = target.parent, target.name
     if not name or name.startswith("."):
         raise CheckpointError(
@@ -210,26 +210,26 @@ def begin(target: Path) -> commit.Staging:
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())) and not _is_ours(target):
             raise CheckpointError(
-                f"{str(target)!r} exists and is not such a checkpoint alone; it was left as it is",
+                f"{str(target)!r} exists and holds other files than such a checkpoint; it was left as it is",
                 "Save to another folder, or remove this one yourself.",
             )
         make_parents(files.disk, parent)
-        commit.settle(parent)
+        commit.clean_up(parent)
         token = secrets.token_hex(8)
         folder = parent / f".{name}.saving-{token}"
         files.disk.make_folder(folder)
     except OSError as error:
-        raise failed(f"cannot make a folder for checkpoint {str(target)!r}", error) from error
+        raise failed(f"cannot create a folder for checkpoint {str(target)!r}", error) from error
     return commit.Staging(target, folder, token, FolderLock.take(folder))
 
 
 def _commit(staging: commit.Staging) -> None:
-    """Everything is on disk: give the folder its name. One that has it already changes places with it."""
+    """Rename the folder to its final path, or swap it with an existing checkpoint; all files are on disk."""
     disk, target, folder = files.disk, staging.target, staging.folder
     disk.sync_folder(folder)
     replaces = target.exists() and any(target.iterdir())
     if replaces and (not _is_ours(target) or not disk.exchange(folder, target)):
-        # Two renames would do, but a crash between them would leave nothing under the name.
+        # Rejected: two renames. A crash between them would leave no checkpoint under the name.
         raise CheckpointError(
             f"{str(target)!r} cannot be replaced in one step here; it was left as it is",
             "Save to another folder, or remove this one first.",
@@ -239,7 +239,7 @@ def _commit(staging: commit.Staging) -> None:
     staging.named = True
     disk.sync_folder(target.parent)
     if replaces:
-        with contextlib.suppress(OSError):  # of what counts no more; a later save tries again
+        with contextlib.suppress(OSError):  # a later save tries again
             remove_tree(disk, folder, METADATA)
     if staging.lock is not None:
         staging.lock.release()

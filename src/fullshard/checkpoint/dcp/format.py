@@ -1,8 +1,8 @@
-"""`.metadata` of torch.distributed.checkpoint, read with suspicion.
+"""Reads `.metadata` of torch.distributed.checkpoint, from files that may be hostile.
 
-It says of every tensor which rectangles it was cut into, and where these and all other values lie. It is a
-pickle, which can run code; so it is read by an unpickler that knows the classes of such a file and no others,
-and every number and name in it is checked.
+It lists the rectangles of every tensor, and the locations of these and all other values. It is a pickle,
+which can run code; so it is read by an unpickler that accepts only the classes of such a file, and every
+number and name in it is checked.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from fullshard.checkpoint.files import unreadable
 from fullshard.checkpoint.format.headers import Tensor, is_count
-from fullshard.checkpoint.reading import Stored
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.loading.reading import DAMAGED, Stored
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.plan.layout import Box
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 2**30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_REMEDY = "The checkpoint is damaged; use another one."
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item lies."""
+    """The location of an item."""
 
     file: str
     begin: int
@@ -45,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, and its item."""
+    """A rectangle of a tensor, and the location of its item."""
 
     name: str
     box: Box
@@ -54,45 +53,48 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tiled(Stored):
-    """A tensor that was cut into rectangles; it has no spans."""
+    """A tensor that was saved as rectangles; it has no spans."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder holds: tensors and other values by their dotted names, and the path behind each name."""
+    """What a folder holds: tensors and other values by their dotted names, and the path of each name."""
 
     tensors: dict[str, Tiled]
     values: dict[str, Place]
     paths: dict[str, tuple[str | int, ...]]
-    digest: str  # of the file that says so
+    digest: str  # of `.metadata`
 
 
 def read_index(folder: Path) -> Index:
     path = folder / METADATA
     try:
         if path.stat().st_size > _MAX_METADATA_BYTES:
-            raise CheckpointError(f"{str(path)!r} is too large to be read safely", "Use another copy of it.")
+            raise DamagedCheckpoint(
+                f"{str(path)!r} is too large to be read safely", "Use another copy of it."
+            )
         data = path.read_bytes()
     except OSError as error:
         raise unreadable(repr(str(path)), error) from error
     try:
-        found = _MetadataReader(io.BytesIO(data)).load()
-        if not isinstance(found, metadata.Metadata):
-            raise ValueError(f"it holds a {type(found).__name__}")
-        return _index(found, hashlib.sha256(data).hexdigest())
+        loaded = _MetadataReader(io.BytesIO(data)).load()
+        if not isinstance(loaded, metadata.Metadata):
+            raise ValueError(f"it holds a {type(loaded).__name__}")
+        return _index(loaded, hashlib.sha256(data).hexdigest())
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(
-            f"{str(path)!r} is not metadata of torch.distributed.checkpoint, or is damaged ({said})", _REMEDY
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DamagedCheckpoint(
+            f"{str(path)!r} is not metadata of torch.distributed.checkpoint, or is damaged ({reason})",
+            DAMAGED,
         ) from None
 
 
 def _layout(name: Any) -> torch.layout:
-    """Of a tensor: an attribute of torch whose name the file gives."""
+    """The layout of a tensor from its name in the file."""
     if name != "torch.strided":
         raise ValueError(f"a tensor of layout {str(name)[:40]}")
     return torch.strided
@@ -134,7 +136,7 @@ _InPython: Any = pickle._Unpickler
 
 
 class Unpickler(_InPython):  # type: ignore[misc]
-    """Reads what such files are made of, and no more. The one in C takes gigabytes where a byte is wrong."""
+    """Supports only the operations of such files. The C version may allocate gigabytes for one wrong byte."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         getattr(pickle, name)[0]: _InPython.dispatch[getattr(pickle, name)[0]] for name in _OPERATIONS.split()
@@ -142,7 +144,7 @@ class Unpickler(_InPython):  # type: ignore[misc]
 
     def build(self) -> None:
         target = self.stack[-2]
-        if isinstance(target, type) or callable(target):  # a class is not the file's to change
+        if isinstance(target, type) or callable(target):  # a file must not change a class
             raise refused("a pickle", f"a change of {target}")
         super().load_build()
 
@@ -153,32 +155,32 @@ class _MetadataReader(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        found = _CLASSES.get((module, name))
-        if found is None:
+        known = _CLASSES.get((module, name))
+        if known is None:
             raise refused(METADATA, f"{module}.{name}")
-        return found
+        return known
 
 
-def refused(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where!r} asks for {what[:200]}, which no checkpoint needs; nothing of it was run",
+def refused(where: str, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"{where!r} refers to {what[:200]}, which no checkpoint needs; none of it was run",
         "Do not load it: it may have been made to run code.",
     )
 
 
-def _index(found: metadata.Metadata, digest: str) -> Index:
+def _index(loaded: metadata.Metadata, digest: str) -> Index:
     tensors: dict[str, Tiled] = {}
     values: dict[str, Place] = {}
-    for name, kind in found.state_dict_metadata.items():
+    for name, kind in loaded.state_dict_metadata.items():
         if not isinstance(name, str):
             raise ValueError(f"the name {str(name)[:200]!r}")
         if isinstance(kind, TensorStorageMetadata):
-            tensors[name] = _tiled(name, kind, found.storage_data)
+            tensors[name] = _tiled(name, kind, loaded.storage_data)
         elif isinstance(kind, BytesStorageMetadata):
-            values[name] = _place(name, found.storage_data.get(MetadataIndex(name)))
+            values[name] = _place(name, loaded.storage_data.get(MetadataIndex(name)))
         else:
             raise ValueError(f"{name[:200]!r} is a {type(kind).__name__}")
-    paths = found.planner_data if isinstance(found.planner_data, dict) else {}
+    paths = loaded.planner_data if isinstance(loaded.planner_data, dict) else {}
     return Index(tensors, values, {name: path for name, path in paths.items() if _is_path(path)}, digest)
 
 
@@ -190,7 +192,7 @@ def _tiled(name: str, kind: TensorStorageMetadata, places: Any) -> Tiled:
     shape, dtype = counts(kind.size), kind.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name[:200]!r} has no dtype")
-    chunks: dict[Box, Chunk] = {}  # a replicated tensor may be listed once for every rank
+    chunks: dict[Box, Chunk] = {}  # a replicated tensor may be listed once per rank
     for chunk in kind.chunks:
         box = Box(counts(chunk.offsets), counts(chunk.sizes))
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
@@ -205,23 +207,23 @@ def _tiled(name: str, kind: TensorStorageMetadata, places: Any) -> Tiled:
 
 
 def counts(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if len(found) > 64 or not all(map(is_count, found)):
+    checked = tuple(values)
+    if len(checked) > 64 or not all(map(is_count, checked)):
         raise ValueError("a shape that is not a list of counts")
-    return found
+    return checked
 
 
 def _place(name: str, info: Any) -> Place:
     if not isinstance(info, filesystem._StorageInfo):
-        raise ValueError(f"it does not say where {name[:200]!r} is")
+        raise ValueError(f"it has no location for {name[:200]!r}")
     file, begin, length = info.relative_path, info.offset, info.length
     if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{METADATA!r} names a file {str(file)[:200]!r}, which is not a plain file name",
             "Do not load it: it may have been made to read elsewhere.",
         )
     if not is_count(begin) or not is_count(length):
-        raise ValueError(f"{name[:200]!r} lies at no place in {file!r}")
+        raise ValueError(f"{name[:200]!r} has no valid location in {file!r}")
     transforms = getattr(info, "transform_descriptors", None)
     if transforms:
         raise CheckpointError(

@@ -1,10 +1,10 @@
-"""An optimizer's state as torch.distributed.checkpoint folders have it, told as our own manifest tells it.
+"""An optimizer's state in a torch.distributed.checkpoint folder, in the form that our own manifest has.
 
     optim.state.layers.0.weight.exp_avg     and     optim.param_groups.0.lr, optim.param_groups.0.params
     the same, with                                  optim.param_groups.layers.0.weight.lr       (flattened)
     optim.state.3.exp_avg                   and     numbers in .params      (a plain optimizer.state_dict())
 
-and, from torch before 2.4, the whole of `optim.param_groups` as one value.
+and, from torch before 2.4, all of `optim.param_groups` as one value.
 """
 
 from __future__ import annotations
@@ -18,18 +18,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fullshard.checkpoint import contents
 from fullshard.checkpoint.dcp.archives import ItemFiles, NotPlain, read_value
 from fullshard.checkpoint.dcp.format import Index
-from fullshard.checkpoint.reading import Source
-from fullshard.checkpoint.resume import Resume
-from fullshard.checkpoint.targets import listed
+from fullshard.checkpoint.loading.planning import listed
+from fullshard.checkpoint.loading.reading import Source
+from fullshard.checkpoint.loading.resume import Resume
+from fullshard.checkpoint.parameters import canonical, sites, tied_names
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
 
 _NAMES = ("params", "param_names")
-_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}  # put these there
-_HOW = {"foreach", "fused", "capturable", "differentiable"}  # a step is computed, not what
+_SCHEDULERS = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "max_momentum",
+    "base_momentum",
+}  # of schedulers
+_HOW = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it computes
 _WITHOUT = "Load it without the optimizer."
 
 
@@ -40,8 +47,8 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """The part of a Resume that OptimizerLoad asks for: all is read already, nothing is a rank's own."""
+class _DecodedResume:
+    """The part of a Resume that OptimizerLoad uses: all values are decoded, and none is a rank's own."""
 
     source: Source
     runtime: Runtime
@@ -59,7 +66,7 @@ class _Told:
 
 
 class SavedOptimizer:
-    """The entries below one prefix."""
+    """The entries of one optimizer, which share a prefix."""
 
     def __init__(self, source: Source, index: Index, files: ItemFiles, prefix: str) -> None:
         self.prefix = prefix
@@ -70,16 +77,17 @@ class SavedOptimizer:
         return sum(_plain_name(n, names) in names for group in self._groups for n in group.parameters)
 
     def resume(self, runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module) -> Resume:
-        """For OptimizerLoad. Its tensors are put among the source's under our own names."""
+        """For OptimizerLoad. Adds the optimizer's tensors to the source under our own names."""
         self._check_options(optimizer)
         named = self._named(runtime, optimizer, model)
-        state = self._state(named, _shapes(runtime, model))
+        shapes = {site.name: site.global_shape for site in sites(runtime, model)}
+        state = self._state(named, shapes)
         groups = [
             {"parameters": [named(n) for n in group.parameters], "options": group.options}
             for group in self._groups
         ]
-        said = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-        return cast(Resume, _Told(self._source, runtime, SimpleNamespace(optimizer_state=said)))
+        saved = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+        return cast(Resume, _DecodedResume(self._source, runtime, SimpleNamespace(optimizer_state=saved)))
 
     # ---- groups
 
@@ -88,15 +96,15 @@ class SavedOptimizer:
         start = f"{self.prefix}param_groups"
         if start in self._index.values:
             return _from_list(start, self._value(start))
-        said = {n.removeprefix(start + "."): self._value(n) for n in self._below(start + ".")}
-        nested = "0.params" in said
+        options = {n.removeprefix(start + "."): self._value(n) for n in self._below(start + ".")}
+        nested = "0.params" in options
         groups: dict[str, dict[str, Any]] = {}
-        for name, value in said.items():
-            # A group's number has no dots, a parameter's name may have some; an option's name has none.
+        for name, value in options.items():
+            # A parameter's name may have dots; a group's number and an option's name have none.
             group, _, option = name.partition(".") if nested else name.rpartition(".")
             if "." in option or (nested and not group.isdigit()):
                 raise CheckpointError(
-                    f"{f'{start}.{name}'!r} lies deeper than an option of an optimizer does", _WITHOUT
+                    f"{f'{start}.{name}'!r} is nested deeper than an option of an optimizer", _WITHOUT
                 )
             groups.setdefault(group, {})[option] = value
         if nested:
@@ -104,7 +112,7 @@ class SavedOptimizer:
         return _from_list(start, [options | {"params": [name]} for name, options in groups.items()])
 
     def _check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """A folder does not say whose state it holds; options that only one of the two has do."""
+        """Raise if the options are those of another optimizer; the folder does not name its class."""
         saved = {option for group in self._groups for option in group.options}
         here = {option for group in optimizer.param_groups for option in group}
         lacking = sorted(set(optimizer.defaults) - saved - _HOW)
@@ -121,20 +129,20 @@ class SavedOptimizer:
     def _named(
         self, runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> Callable[[Any], str]:
-        """From what a parameter is called there to its name here."""
-        tied = contents.tied_names(model)
+        """A function from a parameter's name in the folder to its name in the model."""
+        tied = tied_names(model)
         numbers = [[n for n in group.parameters if isinstance(n, int)] for group in self._groups]
         if not any(numbers):
-            names = {site.name for site in contents.sites(runtime, model)} | set(tied)
+            names = {site.name for site in sites(runtime, model)} | set(tied)
             return lambda name: tied.get(_plain_name(name, names), _plain_name(name, names))
-        # Numbers count the parameters of the optimizer, group by group: torch's own rule.
-        known = {id(site.parameter): site.name for site in contents.sites(runtime, model)}
+        # torch numbers the parameters of an optimizer group by group.
+        known = {id(site.parameter): site.name for site in sites(runtime, model)}
         here = [[known.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         theirs, ours = list(map(len, numbers)), list(map(len, here))
         if theirs != ours:
             raise CheckpointError(
                 f"{str(self._source.folder)!r} numbers the parameters of its optimizer, in groups of "
-                f"{theirs}; the optimizer here has groups of {ours}",
+                f"{theirs}; this optimizer has groups of {ours}",
                 "Group parameters as in the run that saved, or load without the optimizer.",
             )
         by_number = {
@@ -150,7 +158,7 @@ class SavedOptimizer:
         self, named: Callable[[Any], str], shapes: dict[str, tuple[int, ...]]
     ) -> dict[str, dict[str, Any]]:
         start = f"{self.prefix}state."
-        entries: list[tuple[str, str, str]] = []  # where, parameter, key
+        entries: list[tuple[str, str, str]] = []  # name in the folder, parameter, key
         for where in self._below(start):
             name, _, key = where.removeprefix(start).rpartition(".")
             self._check_nesting(where, name, named, shapes)
@@ -164,12 +172,14 @@ class SavedOptimizer:
         state: dict[str, dict[str, Any]] = {}
         for where, name, key in entries:
             if where not in tensors:
-                said = {"kind": "value", "value": self._value(where)} if name in shapes else {"kind": "value"}
+                entry = (
+                    {"kind": "value", "value": self._value(where)} if name in shapes else {"kind": "value"}
+                )
             else:
                 scalar = key in scalars and not tensors[where].tensor.shape
-                said = {"kind": "scalar" if scalar else "elements", "device": "device"}
+                entry = {"kind": "scalar" if scalar else "elements", "device": "device"}
                 self._source.optimizer[f"{name}.{key}"] = tensors[where]
-            state.setdefault(name, {})[key] = said
+            state.setdefault(name, {})[key] = entry
         return state
 
     def _check_nesting(
@@ -180,7 +190,7 @@ class SavedOptimizer:
             named(".".join(parts[:at])) in shapes for at in range(1, len(parts))
         ):
             raise CheckpointError(
-                f"optimizer state {where!r} lies in a dict of its parameter's, where fs.load does not look",
+                f"optimizer state {where!r} is nested in a dict, which fs.load does not support",
                 _WITHOUT,
             )
 
@@ -193,7 +203,7 @@ class SavedOptimizer:
         stored = self._index.tensors.get(name)
         if stored is not None:  # a learning rate may be a tensor
             self._source.want(stored, 0, stored.tensor.num_elements)
-            return self._source.read_whole(stored)
+            return self._source.read_tensor(stored)
         try:
             return read_value(self._files, name, self._index.values[name])
         except NotPlain as error:
@@ -204,24 +214,16 @@ class SavedOptimizer:
 
 
 def _plain_name(name: Any, names: set[str]) -> str:
-    plain = contents.canonical(str(name))
-    return plain if plain in names else plain.removeprefix("module.")  # as DistributedDataParallel says it
+    plain = canonical(str(name))
+    return plain if plain in names else plain.removeprefix("module.")  # the prefix of DistributedDataParallel
 
 
 def _from_list(where: str, groups: Any) -> list[_Group]:
-    found = []
+    result = []
     for group in groups if isinstance(groups, list) else [None]:
-        said: Mapping[str, Any] = group if isinstance(group, Mapping) else {}
-        params = said.get("params")
+        options: Mapping[str, Any] = group if isinstance(group, Mapping) else {}
+        params = options.get("params")
         if not isinstance(params, list) or not all(type(n) in (str, int) for n in params):
-            raise CheckpointError(f"{where!r} does not say which parameters it is about", _WITHOUT)
-        found.append(_Group(params, {k: v for k, v in said.items() if k not in _NAMES}))
-    return found
-
-
-def _shapes(runtime: Runtime, model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the model's parameters."""
-    return {
-        site.name: tuple(site.parameter.shape) if site.lane is None else site.piece.global_shape
-        for site in contents.sites(runtime, model)
-    }
+            raise CheckpointError(f"{where!r} does not name its parameters", _WITHOUT)
+        result.append(_Group(params, {k: v for k, v in options.items() if k not in _NAMES}))
+    return result

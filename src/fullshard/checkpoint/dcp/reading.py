@@ -1,7 +1,7 @@
 """A folder of torch.distributed.checkpoint as a source of `fs.load`: its names, and its rectangles.
 
-People nest what they save: {"model": ..., "optim": ...}, {"app": {...}}, or the model's state dict alone. So
-the model is found by its own names, whatever stands before them, and the optimizer by its `param_groups`.
+Users nest what they save: {"model": ..., "optim": ...}, {"app": {...}}, or the model's state dict alone. So
+the model is found by its own names, whatever their prefix, and the optimizer by its `param_groups`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import contents
 from fullshard.checkpoint.dcp.archives import ItemFiles, NotPlain, read_value
 from fullshard.checkpoint.dcp.format import Chunk, Tiled, read_index
 from fullshard.checkpoint.dcp.optimizer import SavedOptimizer
-from fullshard.checkpoint.optimizer_state import OptimizerLoad
-from fullshard.checkpoint.reading import Foreign, Stored
-from fullshard.checkpoint.targets import Work, listed
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.loading.optimizer_state import OptimizerLoad
+from fullshard.checkpoint.loading.planning import LoadPlan, listed
+from fullshard.checkpoint.loading.reading import DAMAGED, Foreign, Stored
+from fullshard.checkpoint.parameters import canonical, modules_with_state, sites, tied_names
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.plan.layout import Box, Piece, boxes
 
-_RETURNED_BYTES = 2**20  # a tensor of the user's own that is not larger comes back from fs.load
+_RETURNED_BYTES = 2**20  # fs.load returns a tensor of the user's own up to this size
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state() returns
 _ROOT = ""
 Route = tuple[str | int, ...]
@@ -34,7 +34,7 @@ _GROUPS = re.compile(r"((?:[^.]+\.)*?)param_groups(?:\.|$)")
 
 
 class Tiles(Foreign):
-    """Tensors cut into rectangles by somebody else's rules, read as if they were whole."""
+    """Tensors that were saved as rectangles of any layout, read by ranges of elements."""
 
     def __init__(self, folder: Path) -> None:
         self._files = ItemFiles(folder)
@@ -43,6 +43,8 @@ class Tiles(Foreign):
         named = (_GROUPS.match(name) for name in (*self._index.values, *self._index.tensors))
         self._optimizers = sorted({match[1] for match in named if match is not None})
         self._prefix = ""
+        for name, tiled in self._index.tensors.items():  # `fit` and `optimizer_load` rename them
+            (self.optimizer if self._is_optimizers(name) else self.model)[name] = tiled
 
     # ---- elements
 
@@ -57,29 +59,28 @@ class Tiles(Foreign):
             into = out[at : at + box.num_elements].view(box.sizes)
             for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
                 into = into.narrow(dim, offset - box.offsets[dim], size)
-            where = self._files.look(chunk, stored.tensor.dtype)
+            where = self._files.locate(chunk, stored.tensor.dtype)
             low = [r - c for r, c in zip(region.offsets, chunk.box.offsets, strict=True)]
             self._files.read_region(where, low, region.sizes, into)
 
     def _regions(self, stored: Tiled, start: int, stop: int) -> Iterator[tuple[Chunk, Box, Box, int]]:
-        """For elements [start, stop): chunk, what is needed of it, the rectangle around, its first element.
-
-        The rectangle's first element is counted from `start`.
+        """For elements [start, stop): the chunk, its needed region, the rectangle that contains the region,
+        and the index of the rectangle's first element, counted from `start`.
         """
         tensor, at = stored.tensor, 0
-        whole = Piece(tensor.name, tensor.shape, tuple(range(len(tensor.shape))), 0)
-        for box in boxes(whole, start, stop):
-            found = 0
+        unsharded = Piece(tensor.name, tensor.shape, tuple(range(len(tensor.shape))), 0)
+        for box in boxes(unsharded, start, stop):
+            covered = 0
             for chunk in stored.chunks:
                 region = _common(box, chunk.box)
                 if region is not None:
-                    found += region.num_elements
+                    covered += region.num_elements
                     yield chunk, region, box, at
-            if found != box.num_elements:
-                raise CheckpointError(
-                    f"{str(self.folder)!r} holds {found} of {box.num_elements} elements of {tensor.name!r} "
-                    f"at {box.offsets}: some are missing, or there twice",
-                    "The checkpoint is damaged; use another one.",
+            if covered != box.num_elements:
+                raise DamagedCheckpoint(
+                    f"{str(self.folder)!r} holds {covered} of {box.num_elements} elements of {tensor.name!r} "
+                    f"at {box.offsets}: some are missing or duplicated",
+                    DAMAGED,
                 )
             at += box.num_elements
 
@@ -89,31 +90,31 @@ class Tiles(Foreign):
         return self._index.digest
 
     def fit(self, model: nn.Module, names: set[str]) -> None:
-        mine = {n: tiled for n, tiled in self._index.tensors.items() if not self._is_optimizers(n)}
-        self._prefix = _prefix(str(self.folder), mine, names)
+        self._prefix = _prefix(str(self.folder), self.model, names)
+        self.optimizer = {}
         self.model = {
             self._own_name(n): tiled
-            for n, tiled in mine.items()
+            for n, tiled in self.model.items()
             if n.startswith(self._prefix) and _EXTRA_STATE not in n.split(".")
         }
 
     def optimizer_load(self, runtime: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
         if not self._optimizers:
             return super().optimizer_load(runtime, optimizer, model)
-        found = [SavedOptimizer(self, self._index, self._files, prefix) for prefix in self._optimizers]
-        names = {site.name for site in contents.sites(runtime, model)} | set(contents.tied_names(model))
-        best = max(saved.fits(names) for saved in found)
-        fitting = [saved for saved in found if saved.fits(names) == best]
+        candidates = [SavedOptimizer(self, self._index, self._files, prefix) for prefix in self._optimizers]
+        names = {site.name for site in sites(runtime, model)} | set(tied_names(model))
+        best = max(saved.fits(names) for saved in candidates)
+        fitting = [saved for saved in candidates if saved.fits(names) == best]
         if len(fitting) > 1:
             raise CheckpointError(
-                f"{str(self.folder)!r} holds several optimizers that could be meant: "
+                f"{str(self.folder)!r} holds several optimizers that match: "
                 f"{listed([saved.prefix for saved in fitting])}",
                 "Load it without the optimizer, or load it with torch.distributed.checkpoint.",
             )
         return OptimizerLoad(fitting[0].resume(runtime, optimizer, model), optimizer, model)
 
-    def others(self, work: Work, model: nn.Module) -> dict[str, Any]:
-        modules = {f"{n}.{_EXTRA_STATE}".lstrip("."): m for n, m in contents.modules_with_state(model)}
+    def others(self, work: LoadPlan, model: nn.Module) -> dict[str, Any]:
+        modules = {f"{n}.{_EXTRA_STATE}".lstrip("."): m for n, m in modules_with_state(model)}
         states: dict[str, dict[Route, Any]] = defaultdict(dict)
         extra: dict[Route, Any] = {}
         left: list[str] = []
@@ -132,18 +133,18 @@ class Tiles(Foreign):
             else:
                 extra[path] = value
         if left:
-            work.notes.append(f"large tensors, or pickled objects, that were left unread: {listed(left)}")
+            work.notes.append(f"large tensors or pickled objects that were not read: {listed(left)}")
         for owner, values in states.items():
             work.reads.append(partial(modules[owner].set_extra_state, _nested(values)))
         return dict(_nested(extra)) if extra else {}
 
     def _module_of(self, name: str, path: Route) -> tuple[str, Route]:
-        """For an entry of what a module's get_extra_state() returned: its name, and the path inside."""
-        head, found, tail = self._own_name(name).partition(_EXTRA_STATE)
-        if not found or not name.startswith(self._prefix) or tail[:1] not in ("", "."):
+        """For an entry of a module's extra state: its name, and the path inside the state."""
+        head, marker, tail = self._own_name(name).partition(_EXTRA_STATE)
+        if not marker or not name.startswith(self._prefix) or tail[:1] not in ("", "."):
             return "", path
         at = next((i for i, part in enumerate(path) if str(part).endswith(_EXTRA_STATE)), len(path) - 1)
-        return head + found, path[at + 1 :]
+        return head + marker, path[at + 1 :]
 
     def _value(self, name: str, any_size: bool) -> Any:
         stored = self._index.tensors.get(name)
@@ -152,13 +153,13 @@ class Tiles(Foreign):
         if stored.tensor.size_bytes > _RETURNED_BYTES and not any_size:
             raise NotPlain(name)
         self.want(stored, 0, stored.tensor.num_elements)
-        return self.read_whole(stored)
+        return self.read_tensor(stored)
 
     def _is_models(self, name: str) -> bool:
         return name.startswith(self._prefix) and self._own_name(name) in self.model
 
     def _own_name(self, name: str) -> str:
-        return contents.canonical(name.removeprefix(self._prefix))
+        return canonical(name.removeprefix(self._prefix))
 
     def _is_optimizers(self, name: str) -> bool:
         kinds = ("state.", "param_groups")
@@ -166,7 +167,7 @@ class Tiles(Foreign):
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """The rectangle that two have in common."""
+    """The intersection of two rectangles."""
     offsets, sizes = [], []
     for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -178,37 +179,37 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def _prefix(folder: str, stored: Iterable[str], names: set[str]) -> str:
-    """What stands before the model's names."""
+    """The prefix of the model's names."""
     count: Counter[str] = Counter()
     for name in stored:
         parts = name.split(".")
         for at in range(len(parts)):
-            if contents.canonical(".".join(parts[at:])) in names:
+            if canonical(".".join(parts[at:])) in names:
                 count["".join(f"{part}." for part in parts[:at])] += 1
     best = max(count.values(), default=0)
-    found = [prefix for prefix, n in count.items() if n == best]
-    likely = [prefix for prefix in found if prefix == "" or prefix.split(".")[-2] == "model"]
-    if len(found) <= 1 or len(likely) == 1:
-        return (likely or found or [""])[0]
+    candidates = [prefix for prefix, n in count.items() if n == best]
+    likely = [prefix for prefix in candidates if prefix == "" or prefix.split(".")[-2] == "model"]
+    if len(candidates) <= 1 or len(likely) == 1:
+        return (likely or candidates or [""])[0]
     raise CheckpointError(
-        f"{folder!r} holds the model's names several times, behind {listed(sorted(found))}",
-        "Save one model, or name the one that is meant 'model'.",
+        f"{folder!r} holds the model's names several times, with the prefixes {listed(sorted(candidates))}",
+        "Save one model, or give the one to load the name 'model'.",
     )
 
 
 class _Branch(dict[str | int, Any]):
-    """A dict or list on the way to values; a dict that is a value itself is left as it is."""
+    """A dict or list that contains values; a dict that is itself a value is not one."""
 
 
 def _nested(values: dict[Route, Any]) -> Any:
-    """Values by their paths as the dicts and lists they came from."""
+    """Rebuild the nested dicts and lists from values by path."""
     root = _Branch()
     for path, value in values.items():
         at = root
         for part in (_ROOT, *path)[:-1]:
             at = at.setdefault(part, _Branch())
             if not isinstance(at, _Branch):
-                raise CheckpointError(f"{path} lies below a value", "The checkpoint is damaged.")
+                raise DamagedCheckpoint(f"{path} is nested inside a value", DAMAGED)
         at[(_ROOT, *path)[-1]] = value
     return _with_lists(root[_ROOT])
 

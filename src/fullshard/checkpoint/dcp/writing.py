@@ -1,7 +1,7 @@
-"""Folders that torch.distributed.checkpoint reads: from a sharded model, or from a checkpoint of our own.
+"""Writes folders for torch.distributed.checkpoint, from a sharded model or from a checkpoint of fullshard.
 
-Either way everything is a tree with the names that `get_state_dict` users expect; its tensors are leaves that
-hand out this rank's rectangles one by one.
+Either way, what is written is a tree with the names of `get_state_dict`; its tensors are leaves that yield
+this rank's rectangles one at a time.
 """
 
 from __future__ import annotations
@@ -16,25 +16,32 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fullshard.checkpoint import commit, contents
-from fullshard.checkpoint.background import finish_earlier
-from fullshard.checkpoint.contents import Site
+from fullshard.checkpoint import commit
 from fullshard.checkpoint.dcp.folders import Leaf, begin, finish, write
 from fullshard.checkpoint.format.headers import Tensor
+from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
 from fullshard.checkpoint.format.values import decode
-from fullshard.checkpoint.opening import Checkpoint
-from fullshard.checkpoint.reading import CHUNK_BYTES, Stored
+from fullshard.checkpoint.loading.opening import Checkpoint
+from fullshard.checkpoint.loading.reading import CHUNK_BYTES, Stored
+from fullshard.checkpoint.parameters import (
+    Site,
+    buffers,
+    modules_with_state,
+    sites,
+    sites_by_group,
+    tied_names,
+)
 from fullshard.checkpoint.save import check_model
-from fullshard.checkpoint.trees import SHARED_FILE, rank_file
+from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
+from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box, Piece, boxes
-from fullshard.plan.tensor_parallel import uncut
 from fullshard.state.state_dict import StateShard
 
-_ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, read and written as one item
+_ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, per item
 
 
 def save(
@@ -44,36 +51,36 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save to a folder that torch.distributed.checkpoint.load reads, FSDP2 and plain models among its users.
+    """Save to a folder that torch.distributed.checkpoint.load reads, for FSDP2 or a plain model, for example.
 
     Every rank must call it. The folder holds {"model": ..., "optim": {"state": ..., "param_groups": ...}} as
-    get_state_dict of torch.distributed.checkpoint.state_dict has them, and `extra` beside them, the first
-    rank's. It appears whole or not at all. A folder that holds such a checkpoint and nothing else is
-    replaced; any other is left as it is, with an error.
+    returned by torch.distributed.checkpoint.state_dict.get_state_dict, and the first rank's `extra` next to
+    them. It appears complete or not at all. A folder that holds such a checkpoint and nothing else is
+    replaced; any other raises an error and is left as it is.
     """
     model = model_of(model)
     runtime = runtime_of(model)
     runtime.comm.barrier("save")
     control = control_group(runtime.comm)
-    control.together(finish_earlier, "finishing the save before this one")
+    control.together(finish_earlier, "finishing the previous save")
 
-    def look() -> tuple[dict[str, Any], dict[str, str]]:
+    def collect() -> tuple[dict[str, Any], dict[str, str]]:
         check_model(runtime, model, optimizer, "save")
-        return _tree(runtime, model, optimizer, extra), contents.tied_names(model)
+        return _tree(runtime, model, optimizer, extra), tied_names(model)
 
-    tree, tied = control.together(look, "looking at what to save")
-    everyone = control.all_gather_object(os.path.abspath(path))
-    if len(set(everyone)) > 1:
-        raise RankMismatch(f"ranks save to different folders: {sorted(set(everyone))}", "Give one path.")
-    _write_together(control, Path(everyone[0]), tree, tied)
-    return Path(everyone[0])
+    tree, tied = control.together(collect, "collecting what to save")
+    paths = control.all_gather_object(os.path.abspath(path))
+    if len(set(paths)) > 1:
+        raise RankMismatch(f"ranks save to different folders: {sorted(set(paths))}", "Give one path.")
+    _write_together(control, Path(paths[0]), tree, tied)
+    return Path(paths[0])
 
 
 def write_folder(checkpoint: Checkpoint, target: Path) -> None:
-    """Write a checkpoint of our own as a folder of torch.distributed.checkpoint, in one process.
+    """Write a checkpoint of fullshard as a folder of torch.distributed.checkpoint, in one process.
 
-    Every byte read is checked. At most about 100 MiB are in memory at once, however large the tensors. What
-    differed by rank (random numbers, such values of `extra`) has no place there and is left out.
+    Every byte read is checked. At most about 100 MiB are in memory at a time, however large the tensors.
+    Values that differed between ranks (random state, such values of `extra`) are left out.
     """
     tree = _stored_tree(checkpoint)
     staging = begin(target)
@@ -81,7 +88,7 @@ def write_folder(checkpoint: Checkpoint, target: Path) -> None:
         written = write(staging.folder, 0, tree, True)
         finish(staging, [written], tree, dict(checkpoint.manifest.tied))
     except BaseException:
-        commit.give_up(staging)
+        commit.abandon(staging)
         raise
 
 
@@ -90,16 +97,16 @@ def _write_together(control: ControlGroup, target: Path, tree: dict[str, Any], t
     folder: Path = control.broadcast_object(None if staging is None else staging.folder)  # type: ignore[assignment]
     try:
         written = control.together(lambda: write(folder, control.index, tree, control.is_first), "writing")
-        everyone = control.gather_object(written)
+        from_all_ranks = control.gather_object(written)
 
         def end() -> None:
-            if staging is not None and everyone is not None:
-                finish(staging, everyone, tree, tied)
+            if staging is not None and from_all_ranks is not None:
+                finish(staging, from_all_ranks, tree, tied)
 
         control.together(end, "finishing a save")
     except BaseException:
         if staging is not None:
-            commit.give_up(staging)
+            commit.abandon(staging)
         raise
 
 
@@ -109,12 +116,12 @@ def _write_together(control: ControlGroup, target: Path, tree: dict[str, Any], t
 def _tree(
     runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
 ) -> dict[str, Any]:
-    """Everything, nested as people expect it, with leaves for tensors."""
+    """Everything that is saved, nested as get_state_dict nests it, with leaves for tensors."""
     state: dict[str, Any] = {}
-    for site in contents.sites(runtime, model):
+    for site in sites(runtime, model):
         state[site.name] = _leaf(site, site.parameter)
-    state |= {name: uncut(buffer) for name, buffer in contents.buffers(model).items()}
-    for name, module in contents.modules_with_state(model):
+    state |= {name: uncut(buffer) for name, buffer in buffers(model).items()}
+    for name, module in modules_with_state(model):
         state[f"{name}._extra_state".lstrip(".")] = module.get_extra_state()
     tree: dict[str, Any] = {"model": state}
     if optimizer is not None:
@@ -130,22 +137,22 @@ def _checked_extra(extra: Any) -> Mapping[str, Any]:
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"extra is a {type(extra).__name__}", "Give a dict of plain values.")
     for name, value in (extra or {}).items():
-        copy = io.BytesIO()
+        file = io.BytesIO()
         try:
-            torch.save(value, copy)
-            copy.seek(0)
-            torch.load(copy, map_location="cpu", weights_only=True)
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001  whatever it is, it could not be loaded again
-            said = str(error).splitlines()[0][:200]
+            reason = str(error).splitlines()[0][:200]
             raise CheckpointError(
-                f"extra[{name!r}] could not be loaded without running code: {said}",
+                f"extra[{name!r}] could not be loaded without running code: {reason}",
                 "Save numbers, strings, lists, dicts and tensors; leave out functions and objects.",
             ) from None
     return extra or {}
 
 
 def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
-    """`local` has the parameter's shape on this rank: it, or a state of its optimizer."""
+    """The leaf of a parameter or of a state of its optimizer; `local` has the shard's shape."""
     if site.lane is None:
         return uncut(local).detach()
     lane, piece, comm = site.lane, site.piece, site.lane.comm
@@ -166,21 +173,15 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
 
 
 def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    known = {id(site.parameter): site for site in contents.sites(runtime, model)}
     groups = []
     state: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        members = [known[id(p)] for p in group["params"] if id(p) in known]
-        if len(members) < len(group["params"]):
-            raise CheckpointError(
-                f"{type(optimizer).__name__} holds tensors that the model does not own",
-                "Save the optimizer of this model: build it from model.parameters().",
-            )
+    by_group = sites_by_group(sites(runtime, model), optimizer)
+    for group, members in zip(optimizer.param_groups, by_group, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append(options | {"params": [site.name for site in members]})
         for site in members:
-            held = optimizer.state.get(site.parameter, {})
-            state[site.name] = {key: _state_value(site, key, value) for key, value in held.items()}
+            values = optimizer.state.get(site.parameter, {})
+            state[site.name] = {key: _state_value(site, key, value) for key, value in values.items()}
     return {"state": state, "param_groups": groups}
 
 
@@ -192,68 +193,68 @@ def _state_value(site: Site, key: str, value: Any) -> Any:
     if value.dim() == 0:
         return value.detach()
     raise CheckpointError(
-        f"optimizer state '{site.name}.{key}' is not cut like its parameter (it is kept in blocks, say), and "
-        "torch.distributed.checkpoint has no place for that",
+        f"optimizer state '{site.name}.{key}' is not sharded like its parameter (it is kept in blocks, say), "
+        "which torch.distributed.checkpoint does not support",
         "Save it with fs.save, or save without the optimizer.",
     )
 
 
 def _stored_tree(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The same of a checkpoint: tensors are read when they are written."""
-    said = checkpoint.manifest
+    """The same for a checkpoint: tensors are read when they are written."""
+    manifest = checkpoint.manifest
     decode_first = _Decoder(checkpoint, rank_file(0))
     decode_shared = _Decoder(checkpoint, SHARED_FILE)
     state: dict[str, Any] = {name: _stored_leaf(checkpoint, s) for name, s in checkpoint.model.items()}
-    for name, value in said.modules.items():
+    for name, value in manifest.modules.items():
         state[f"{name}._extra_state".lstrip(".")] = decode_shared(value)
     tree: dict[str, Any] = {"model": state}
-    if said.optimizer_state is not None:
+    if manifest.optimizer_state is not None:
         groups = [
             decode_first(group["options"]) | {"params": list(group["parameters"])}
-            for group in said.optimizer_state["groups"]
+            for group in manifest.optimizer_state["groups"]
         ]
-        held = {
+        values = {
             name: {key: _stored_state(checkpoint, f"{name}.{key}", s, decode_first) for key, s in by.items()}
-            for name, by in said.optimizer_state["state"].items()
+            for name, by in manifest.optimizer_state["state"].items()
         }
-        tree["optim"] = {"state": held, "param_groups": groups}
-    for name, value in said.extra.items():
+        tree["optim"] = {"state": values, "param_groups": groups}
+    for name, value in manifest.extra.items():
         tree[name if name not in tree else f"extra.{name}"] = decode_shared(value)
     return tree
 
 
-def _stored_state(checkpoint: Checkpoint, name: str, said: dict[str, Any], decoded: _Decoder) -> Any:
-    if said.get("kind") == "value":
-        return decoded(said["value"])
+def _stored_state(checkpoint: Checkpoint, name: str, entry: dict[str, Any], decoded: _Decoder) -> Any:
+    if entry.get("kind") == "value":
+        return decoded(entry["value"])
     if name not in checkpoint.optimizer:
         raise CheckpointError(
-            f"optimizer state {name!r} is not cut like its parameter (it is kept in blocks, say), and "
-            "torch.distributed.checkpoint has no place for that",
+            f"optimizer state {name!r} is not sharded like its parameter (it is kept in blocks, say), which "
+            "torch.distributed.checkpoint does not support",
             "Export the model alone.",
         )
     return _stored_leaf(checkpoint, checkpoint.optimizer[name])
 
 
 class _Decoder:
-    """Values of a checkpoint's manifest, whose large tensors are in one file."""
+    """Decodes values of a checkpoint's manifest whose large tensors are in one file."""
 
     def __init__(self, checkpoint: Checkpoint, file: str) -> None:
         self._checkpoint, self._stored = checkpoint, checkpoint.values(file)
 
     def __call__(self, tree: Any) -> Any:
-        return decode(tree, lambda name: self._checkpoint.read_whole(self._stored[name]))
+        return decode(tree, lambda name: self._checkpoint.read_tensor(self._stored[name]))
 
 
 def _stored_leaf(checkpoint: Checkpoint, stored: Stored) -> Leaf:
     tensor = stored.tensor
-    whole = Piece(tensor.name, tensor.shape, tuple(range(len(tensor.shape))), 0)
+    unsharded = Piece(tensor.name, tensor.shape, tuple(range(len(tensor.shape))), 0)
 
     def parts() -> Iterator[tuple[Box, torch.Tensor]]:
         for start, stop in _intervals(tensor):
             values = torch.empty(stop - start, dtype=tensor.dtype)
             checkpoint.read(stored, start, stop, values)
             at = 0
-            for box in boxes(whole, start, stop):
+            for box in boxes(unsharded, start, stop):
                 yield box, values[at : at + box.num_elements].view(box.sizes)
                 at += box.num_elements
 
@@ -261,7 +262,7 @@ def _stored_leaf(checkpoint: Checkpoint, stored: Stored) -> Leaf:
 
 
 def _intervals(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """A tensor in parts of a bearable size, by whole rows where rows are small."""
+    """The intervals of a tensor of at most _ITEM_BYTES, in complete rows where rows are small."""
     step = max(1, _ITEM_BYTES // tensor.dtype.itemsize)
     row = tensor.num_elements // tensor.shape[0] if tensor.num_elements and tensor.shape else 1
     step = step // row * row or step

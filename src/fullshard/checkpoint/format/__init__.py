@@ -1,1 +1,1 @@
-"""The format on disk: headers, values, checksums, the manifest. See docs/checkpoint-format.md."""
+"""The format on disk: headers, values, checksums and the manifest. See docs/checkpoint-format.md."""

@@ -1,8 +1,8 @@
 """CRC-32 of fixed blocks of a file that several ranks write.
 
-A block may be written in pieces by different ranks. CRCs are linear: shift each piece's by the number of
-bytes that follow it in the block, and the exclusive or of all is the block's. So nobody reads what
-others wrote, and pieces that leave a gap or overlap are found before anything is trusted.
+A block may be written in pieces by different ranks. CRCs are linear: shift the CRC of each piece by the
+number of bytes that follow it in the block, and the exclusive or of all is the CRC of the block. So no rank
+reads back what others wrote, and gaps and overlaps between pieces are detected before the save completes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fullshard.errors import CheckpointError
 
-try:  # the same CRC-32, nine times as fast; the extra `speed` installs it
+try:  # the same CRC-32, nine times as fast; installed by the extra `speed`
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -31,7 +31,7 @@ def checksum(data: Any) -> int:
 
 
 class Tally:
-    """What one rank wrote into one file: a CRC for each block, or part of a block."""
+    """What one rank wrote into one file: a CRC per block or part of a block."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -48,7 +48,7 @@ class Tally:
     def _add(self, block: int, start: int, length: int, data: memoryview) -> None:
         if self._pieces:
             last_block, last_start, last_length, crc = self._pieces[-1]
-            if last_block == block and last_start + last_length == start:  # goes on where the last one ended
+            if last_block == block and last_start + last_length == start:  # continues the last piece
                 self._pieces[-1] = (block, last_start, last_length + length, crc32(data, crc))
                 return
         self._pieces.append((block, start, length, crc32(data)))
@@ -57,12 +57,8 @@ class Tally:
         return np.array(self._pieces, dtype=PIECE)
 
 
-def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
-    return [crc32(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
-
-
 def join(file: str, pieces: Sequence[Pieces], size_bytes: int, block_bytes: int) -> list[int]:
-    """The CRC of every block of a file, from the pieces that all ranks wrote. Every byte exactly once."""
+    """The CRC of every block of a file, from the pieces of all ranks, which must cover every byte once."""
     written = np.concatenate([np.empty(0, PIECE), *pieces])
     written = written[np.lexsort((written["start"], written["block"]))]
     starts = written["block"] * np.uint64(block_bytes) + written["start"]
@@ -71,11 +67,11 @@ def join(file: str, pieces: Sequence[Pieces], size_bytes: int, block_bytes: int)
     actual = np.concatenate([starts, np.array([size_bytes], np.uint64)])
     wrong = np.flatnonzero(expected != actual)
     if len(wrong):
-        at, found = int(expected[wrong[0]]), int(actual[wrong[0]])
-        what = "was written by nobody" if found > at else "was written twice"
+        end, start = int(expected[wrong[0]]), int(actual[wrong[0]])
+        what = "were written by no rank" if start > end else "were written twice"
         raise CheckpointError(
-            f"file {file!r}: what lies between bytes {min(at, found)} and {max(at, found)} {what}",
-            "This is a mistake of fullshard's own; the save was given up. Please report it.",
+            f"file {file!r}: bytes {min(end, start)} to {max(end, start)} {what}",
+            "This is a bug in fullshard; the save was abandoned. Please report it.",
         )
     block_sizes = np.minimum(
         np.uint64(block_bytes), np.uint64(size_bytes) - written["block"] * np.uint64(block_bytes)
@@ -87,7 +83,7 @@ def join(file: str, pieces: Sequence[Pieces], size_bytes: int, block_bytes: int)
 
 
 def _shift(crcs: npt.NDArray[np.uint32], zero_bytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Each CRC after that many more zero bytes, without the ones that CRC-32 begins and ends with."""
+    """Each CRC as if that many zero bytes followed, without CRC-32's initial and final inversion."""
     shifted = crcs.copy()
     power = np.uint32(1 << 30)  # x; squared three times it is x^8, one byte
     for _ in range(3):
@@ -102,7 +98,7 @@ def _shift(crcs: npt.NDArray[np.uint32], zero_bytes: npt.NDArray[np.uint64]) -> 
 
 
 def _multiply(factor: np.uint32, values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Products of polynomials modulo CRC-32's own; the highest bit is the coefficient of x^0."""
+    """Products of polynomials modulo that of CRC-32; the highest bit is the coefficient of x^0."""
     product, term = np.zeros_like(values), values.copy()
     for bit in range(31, -1, -1):
         if int(factor) >> bit & 1:

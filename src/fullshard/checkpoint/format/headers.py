@@ -1,16 +1,16 @@
-"""The header of a safetensors file: written from a plan, read with suspicion.
+"""The header of a safetensors file: built from a list of tensors, and read from files that may be hostile.
 
     8 bytes   n, the header's length, little-endian
     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     the rest  the tensors' bytes, row-major, without gaps
 
-A header is read from a file that may be anything: every number is checked before it is used, and nothing
-is allocated because a header says so.
+Every number of a header is checked before it is used, and no memory is allocated by its values alone.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 MAX_HEADER_BYTES = 64 * 2**20
 _ALIGN_BYTES = 64
@@ -41,7 +41,7 @@ _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a file holds under a name."""
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -56,6 +56,16 @@ class Tensor:
         return self.num_elements * self.dtype.itemsize
 
 
+def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
+    """A sort key by which layer 2 precedes layer 10."""
+    texts = re.split(r"([0-9]+)", name)
+    numbers = [text.lstrip("0") for text in texts[1::2]]  # not int(): a name may have any number of digits
+    key: list[tuple[int, str]] = [(0, "")] * len(texts)
+    key[::2] = [(0, text) for text in texts[::2]]
+    key[1::2] = [(len(number), number) for number in numbers]
+    return key, name
+
+
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in _NAMES:
         raise CheckpointError(
@@ -65,7 +75,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def build(tensors: Sequence[Tensor], needs: str = "") -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file with these tensors, and where in the file each one begins.
+    """The first bytes of a file with these tensors, and the offset in the file of each one.
 
     `needs` names the file without which this one should not be trusted.
     """
@@ -82,47 +92,47 @@ def build(tensors: Sequence[Tensor], needs: str = "") -> tuple[bytes, dict[str, 
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-(len(text) + 8) // _ALIGN_BYTES) * _ALIGN_BYTES - 8)  # data begins aligned
+    text = text.ljust(-(-(len(text) + 8) // _ALIGN_BYTES) * _ALIGN_BYTES - 8)  # aligns the data
     head = len(text).to_bytes(8, "little") + text
     starts = {t.name: len(head) + int(header[t.name]["data_offsets"][0]) for t in tensors}
     return head, starts
 
 
 class Header(NamedTuple):
-    """What a header says."""
+    """The contents of a header."""
 
     tensors: dict[str, Tensor]
-    begins: dict[str, int]  # where in the file each one's bytes begin
+    begins: dict[str, int]  # offset in the file of each tensor's bytes
     needs: str  # the file without which this one should not be trusted, if it names one
 
 
 def read(file: str, size_bytes: int, read_at: Callable[[int, int], bytes]) -> Header:
-    """The header of a file of that size. `read_at(begin, end)` gives the file's bytes."""
+    """The header of a file of that size. `read_at(begin, end)` returns bytes of the file."""
     if size_bytes < 8:
-        raise CheckpointError(f"{file!r} has {size_bytes} bytes, too few for a safetensors file", _REMEDY)
+        raise DamagedCheckpoint(f"{file!r} has {size_bytes} bytes, too few for a safetensors file", _REMEDY)
     length = int.from_bytes(read_at(0, 8), "little")
     if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{file!r} claims a header of {length} bytes; the file has {size_bytes}", _REMEDY
         )
     header = parse_json(file, read_at(8, 8 + length))
     if not isinstance(header, dict):
-        raise CheckpointError(f"the header of {file!r} is not an object", _REMEDY)
-    said = header.pop("__metadata__", {})
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise CheckpointError(f"the metadata of {file!r} are not texts by name", _REMEDY)
+        raise DamagedCheckpoint(f"the header of {file!r} is not an object", _REMEDY)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedCheckpoint(f"the metadata of {file!r} does not map names to strings", _REMEDY)
     tensors: dict[str, Tensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, value in header.items():
         tensors[name], begin, end = _tensor(file, name, value)
         spans.append((begin, end, name))
     _check_spans(file, sorted(spans), size_bytes - 8 - length)
-    return Header(tensors, {name: 8 + length + begin for begin, _, name in spans}, said.get("needs", ""))
+    return Header(tensors, {name: 8 + length + begin for begin, _, name in spans}, metadata.get("needs", ""))
 
 
 def _tensor(file: str, name: str, value: Any) -> tuple[Tensor, int, int]:
-    def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"tensor {name[:200]!r} in {file!r} {why}", _REMEDY)
+    def refuse(why: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"tensor {name[:200]!r} in {file!r} {why}", _REMEDY)
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise refuse("is not described by dtype, shape and data_offsets")
@@ -144,10 +154,10 @@ def _check_spans(file: str, spans: Iterable[tuple[int, int, str]], data_bytes: i
     for begin, end, name in spans:
         if begin != at:
             what = "overlaps the one before it" if begin < at else "leaves a gap before it"
-            raise CheckpointError(f"tensor {name[:200]!r} in {file!r} {what}", _REMEDY)
+            raise DamagedCheckpoint(f"tensor {name[:200]!r} in {file!r} {what}", _REMEDY)
         at = end
     if at != data_bytes:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{file!r} has {data_bytes} bytes of tensors, its header describes {at}: it was cut short, or "
             "something was appended",
             _REMEDY,
@@ -159,19 +169,19 @@ def is_count(value: Any) -> bool:
 
 
 def parse_json(file: str, data: bytes) -> Any:
-    """JSON as the standard has it: no name twice, no NaN, no depth that breaks the reader."""
+    """Strict JSON: no duplicate names, no NaN, and no nesting that overflows the parser."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{file!r} names {twice[:200]!r} twice", _REMEDY)
-        return found
+            raise DamagedCheckpoint(f"{file!r} names {twice[:200]!r} twice", _REMEDY)
+        return unique
 
     def refuse(text: str) -> Any:
         raise ValueError(f"{text} is not JSON")
 
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
-        raise CheckpointError(f"{file!r} is not valid JSON: {str(error)[:200]}", _REMEDY) from None
+    except (ValueError, RecursionError) as error:  # including a number with too many digits
+        raise DamagedCheckpoint(f"{file!r} is not valid JSON: {str(error)[:200]}", _REMEDY) from None

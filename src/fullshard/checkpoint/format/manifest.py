@@ -1,7 +1,7 @@
-"""The manifest: one JSON file that says what a checkpoint is, and makes it one by being there.
+"""The manifest: one JSON file that describes a checkpoint. A folder is a checkpoint if it has one.
 
-It carries the checksum of its own bytes, the checksums of every other file's blocks, and everything that is
-not a large tensor. It is written last, so a folder without it was never finished.
+It holds the checksum of its own bytes, the checksums of the blocks of every other file, and everything that
+is not a large tensor. It is written last, so a folder without it was never finished.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.checkpoint.format.headers import is_count, parse_json
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 NAME = "fullshard.json"
 FORMAT, VERSION = "fullshard checkpoint", 1
+SHARED_FILE = "extra.safetensors"  # large tensors among the values that are equal on every rank
 MAX_BYTES = 512 * 2**20
 _PREFIX = b'{"sha256":"'
 _REMEDY = "The checkpoint is damaged; use another one."
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+def rank_file(rank: int) -> str:
+    """The file of the large tensors among one rank's own values."""
+    return f"rank-{rank:05}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Part:
-    """In a file of one rank's parts: under `name`, the elements [start, stop) of a tensor of that shape."""
+    """An entry of one rank's file of parts: elements [start, stop) of a tensor of that shape."""
 
     name: str
     start: int
@@ -50,27 +56,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `fullshard.json` says. Trees are values as `values` writes them."""
+    """The contents of `fullshard.json`. Trees are values as encoded by `format.values`."""
 
     id: str
     saved_at_ns: int
     software: Mapping[str, str]
-    layout: Mapping[str, Any]  # how it was saved: ranks, strategy, files; for people, not needed to load
+    layout: Mapping[str, Any]  # how it was saved (ranks, strategy, files); informational, not needed to load
     block_bytes: int
     files: Mapping[str, FileRecord]
     model: Count
     optimizer: Count
-    tied: Mapping[str, str] = field(default_factory=dict)  # other name: name under which the tensor is stored
-    modules: Mapping[str, Any] = field(default_factory=dict)  # trees of get_extra_state(), by module name
-    optimizer_state: Any = None  # class, groups, and what each parameter's state is made of
-    extra: Mapping[str, Any] = field(default_factory=dict)  # trees that are the same on every rank
-    ranks: tuple[Mapping[str, Any], ...] = ()  # trees of each rank: extra, random, values that differ by rank
-    parts: Mapping[str, tuple[Part, ...]] = field(
+    tied: Mapping[str, str] = field(
         default_factory=dict
-    )  # by file, when each rank wrote its own
+    )  # further name: name under which the tensor is stored
+    modules: Mapping[str, Any] = field(default_factory=dict)  # trees of get_extra_state(), by module name
+    optimizer_state: Any = None  # class, groups, and how each parameter's state is stored
+    extra: Mapping[str, Any] = field(default_factory=dict)  # trees that are equal on every rank
+    ranks: tuple[Mapping[str, Any], ...] = ()  # each rank's trees: extra, random, values that differ
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)  # by file, if ranks wrote their own
 
     def files_of(self, kind: str) -> list[str]:
-        """The safetensors files of 'model' or 'optimizer', whole ones."""
+        """The safetensors files of 'model' or 'optimizer' that all ranks share."""
         pattern = re.compile(rf"{kind}(-\d{{5}}-of-\d{{5}})?\.safetensors")
         return sorted(name for name in self.files if pattern.fullmatch(name))
 
@@ -107,19 +113,19 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 def from_bytes(data: bytes) -> Manifest:
     rest = data[len(_PREFIX) + 64 :]
-    said = data[len(_PREFIX) : len(_PREFIX) + 64]
+    expected = data[len(_PREFIX) : len(_PREFIX) + 64]
     if not data.startswith(_PREFIX):
-        raise CheckpointError(f"{NAME!r} does not begin as a manifest does", _REMEDY)
-    if hashlib.sha256(rest).hexdigest().encode() != said:
-        raise CheckpointError(f"{NAME!r} does not have the checksum that it carries", _REMEDY)
+        raise DamagedCheckpoint(f"{NAME!r} does not begin as a manifest does", _REMEDY)
+    if hashlib.sha256(rest).hexdigest().encode() != expected:
+        raise DamagedCheckpoint(f"{NAME!r} does not have the checksum that it carries", _REMEDY)
     return parse(data)
 
 
 def parse(data: bytes) -> Manifest:
-    """A manifest from its JSON, every field checked; its own checksum is not looked at."""
+    """A manifest from its JSON, with every field checked except the checksum of the manifest itself."""
     body = parse_json(NAME, data)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{NAME!r} is not a manifest of fullshard", _REMEDY)
+        raise DamagedCheckpoint(f"{NAME!r} is not a manifest of fullshard", _REMEDY)
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{NAME!r} has format version {str(body.get('version'))[:40]}; this fullshard reads {VERSION}",
@@ -129,7 +135,7 @@ def parse(data: bytes) -> Manifest:
         return _manifest(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"field {error}" if isinstance(error, KeyError) else str(error)[:200]
-        raise CheckpointError(f"{NAME!r} is incomplete or malformed: {what}", _REMEDY) from None
+        raise DamagedCheckpoint(f"{NAME!r} is incomplete or malformed: {what}", _REMEDY) from None
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
@@ -157,9 +163,9 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def check_file_name(name: Any) -> str:
-    """A plain name: nothing that leads out of the folder."""
+    """Raise unless this is a plain file name, which cannot lead out of the folder."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or ".." in name:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"the checkpoint names a file {str(name)[:200]!r}, which is not a plain file name",
             "Do not load it: it may have been made to read or write elsewhere.",
         )
@@ -197,7 +203,7 @@ def _count(value: Any, what: str) -> int:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {str(value)[:40]}, not a text")
+        raise ValueError(f"{what} is {str(value)[:40]}, not a string")
     return value
 
 

@@ -1,9 +1,9 @@
-"""Plain Python values as JSON and back, exactly: no pickle, so a checkpoint cannot run code.
+"""Plain Python values as JSON and back, exactly and without pickle, so that loading runs no code.
 
-What JSON lacks is written as an object with one name that begins with '$': tuples, tensors, arrays, bytes,
-numbers that are not finite, dicts with other keys than strings. Small tensors, arrays and bytes are written
-in place; large ones go into a safetensors file under the path of the value, with their checksum in the tree,
-so that two trees are equal if their values are.
+What JSON lacks is encoded as an object with one name that begins with '$': tuples, tensors, arrays, bytes,
+non-finite numbers, dicts with keys other than strings. Small tensors, arrays and bytes are stored inline;
+large ones go into a safetensors file under the path of the value, with their checksum in the tree, so that
+trees are equal if their values are.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import is_count
 from fullshard.comm.groups import as_bytes
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 INLINE_BYTES = 16 * 1024
-MAX_INLINE_BYTES = 2**20  # what compressed bytes may grow to
+MAX_INLINE_BYTES = 2**20  # limit of decompressed bytes
 _MAX_DEPTH = 100
-_MAX_BITS = 2048  # of a number written with decimal digits: Python reads no more than 640 of them for sure
+_MAX_BITS = 2048  # of an integer in decimal: Python may refuse to parse more than 640 digits
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 Tree = Any
 
 
 class Encoder:
-    """Turns values into trees; collects the tensors too large to be written in place."""
+    """Encodes values as trees; collects the tensors that are too large to be inline."""
 
     def __init__(self, inline_bytes: int | None = None) -> None:
         self._inline_bytes = INLINE_BYTES if inline_bytes is None else inline_bytes
@@ -42,7 +42,7 @@ class Encoder:
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Tree:
         if depth > _MAX_DEPTH:
-            raise _refused(path, value, f"lies more than {_MAX_DEPTH} levels deep")
+            raise _refused(path, value, f"is nested more than {_MAX_DEPTH} levels deep")
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, np.generic):
@@ -65,7 +65,7 @@ class Encoder:
         if type(value) in _SEQUENCES:
             items = [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
             if isinstance(value, (set, frozenset)):
-                items.sort(key=json.dumps)  # sets that are equal differ in their order from rank to rank
+                items.sort(key=json.dumps)  # equal sets may differ in order between ranks
             return items if type(value) is list else {_SEQUENCES[type(value)]: items}
         if isinstance(value, dict):
             plain = type(value) is not Counter and all(type(k) is str and k[:1] != "$" for k in value)
@@ -82,16 +82,16 @@ class Encoder:
             raise _refused(path, value, "is not a dense tensor")
         plain = dense(value).cpu()
         raw = as_bytes(plain).numpy().data
-        said: dict[str, Any] = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+        kind: dict[str, Any] = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
         if len(raw) <= self._inline_bytes:
-            return said | {"data": _packed(bytes(raw))}
-        return said | self._store(plain, path)
+            return kind | {"data": _packed(bytes(raw))}
+        return kind | self._store(plain, path)
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> Tree:
         if value.dtype.kind not in "biufc":
             raise _refused(path, value, f"has dtype {value.dtype}")
-        said = {"dtype": value.dtype.str, "shape": list(value.shape)}
-        return said | self._raw(np.ascontiguousarray(value).tobytes(), path)
+        kind = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        return kind | self._raw(np.ascontiguousarray(value).tobytes(), path)
 
     def _raw(self, data: bytes, path: str) -> dict[str, Any]:
         if len(data) <= self._inline_bytes:
@@ -99,16 +99,16 @@ class Encoder:
         return self._store(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)
 
     def _store(self, plain: torch.Tensor, path: str) -> dict[str, Any]:
-        while path in self.tensors:  # two keys of a dict may look alike
+        while path in self.tensors:  # two keys of a dict may have the same repr
             path += "+"
         self.tensors[path] = plain
         return {"at": path, "crc32": checksum(as_bytes(plain).numpy().data)}
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
-    """The same elements, one after the other in memory, nothing about them postponed."""
+    """The same elements, contiguous in memory, without lazy conjugation or negation."""
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
-    # torch calls one element contiguous whatever its stride, and then cannot see it as bytes.
+    # A single element is contiguous whatever its stride, but then cannot be viewed as bytes.
     return plain.clone(memory_format=torch.contiguous_format) if plain.numel() == 1 else plain
 
 
@@ -122,13 +122,13 @@ _SEQUENCES: dict[type, str] = {
 
 
 def decode(tree: Tree, stored: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a tree; `stored` gives a tensor that was too large to be written in place."""
+    """The value of a tree; `stored` returns a tensor that was too large to be inline."""
     try:
         return _decode(tree, stored, 0)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  a tree from a file may be anything
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"a value in the manifest cannot be read ({type(error).__name__}: {str(error)[:200]})",
             "The checkpoint is damaged; use another one.",
         ) from None
@@ -173,14 +173,14 @@ def _decode_leaf(tag: str, content: Any, stored: Callable[[str], torch.Tensor]) 
     raise ValueError(f"unknown {tag[:40]}")
 
 
-def _decode_tensor(said: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    shape, dtype = _shape(said), _DTYPES[said["dtype"]]
-    if "at" in said:
-        value = stored(said["at"])
+def _decode_tensor(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    shape, dtype = _shape(entry), _DTYPES[entry["dtype"]]
+    if "at" in entry:
+        value = stored(entry["at"])
         if (tuple(value.shape), value.dtype) != (shape, dtype):
-            raise ValueError(f"{said['at']} has another shape or dtype than the manifest says")
+            raise ValueError(f"{entry['at']} has another shape or dtype than in the manifest")
         return value
-    raw = bytearray(_unpacked(said["data"]))
+    raw = bytearray(_unpacked(entry["data"]))
     if len(raw) != prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape}")
     if not raw:
@@ -188,25 +188,25 @@ def _decode_tensor(said: dict[str, Any], stored: Callable[[str], torch.Tensor]) 
     return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
 
 
-def _decode_array(said: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> np.ndarray[Any, Any]:
-    kind = np.dtype(str(said["dtype"]))
-    if kind.kind not in "biufc":
-        raise ValueError(f"an array of {kind}")
-    array: np.ndarray[Any, Any] = np.frombuffer(_decode_raw(said, stored), dtype=kind)
-    return array.reshape(_shape(said)).copy()
+def _decode_array(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(str(entry["dtype"]))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"an array of {dtype}")
+    array: np.ndarray[Any, Any] = np.frombuffer(_decode_raw(entry, stored), dtype=dtype)
+    return array.reshape(_shape(entry)).copy()
 
 
-def _decode_raw(said: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> Any:
-    if "at" not in said:
-        return _unpacked(said["data"])
-    value = stored(said["at"])
+def _decode_raw(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> Any:
+    if "at" not in entry:
+        return _unpacked(entry["data"])
+    value = stored(entry["at"])
     if value.dtype != torch.uint8 or value.dim() != 1:
-        raise ValueError(f"{said['at']} is not a row of bytes")
+        raise ValueError(f"{entry['at']} is not a flat tensor of bytes")
     return value.numpy().data
 
 
-def _shape(said: dict[str, Any]) -> tuple[int, ...]:
-    shape = said["shape"]
+def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
+    shape = entry["shape"]
     if not isinstance(shape, list) or len(shape) > 64 or not all(map(is_count, shape)):
         raise ValueError("a shape that is not a list of counts")
     return tuple(shape)
@@ -226,8 +226,6 @@ def _unpacked(text: str) -> bytes:
 
 def _refused(path: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is a {type(value).__name__} that {why}"
-        if not why.startswith(("is", "has", "lies"))
-        else f"{path} (a {type(value).__name__}) {why}",
+        f"{path} (a {type(value).__name__}) {why}",
         "Save numbers, strings, lists, dicts, tuples, tensors and arrays; leave out functions and objects.",
     )

@@ -1,1 +1,1 @@
-"""Hugging Face folders: read into shards by byte ranges, old and per-expert names included."""
+"""Hugging Face folders, read into shards by byte ranges, including old names and per-expert tensors."""

@@ -1,8 +1,8 @@
-"""What a conversion does to stored tensors, found out with labels instead of values.
+"""Traces what a conversion does to stored tensors, by running it on labels instead of values.
 
-A conversion stacks tensors, concatenates them, cuts them, changes the order of their rows. It is run on small
-integers, a few for each row; where they end up says which bytes of the files make up the tensors that come
-out, and nothing has to be read for that. A conversion that computes, or looks inside rows, is refused.
+A conversion stacks tensors, concatenates or splits them, or reorders their rows. It is run on small
+integers, a few per row; where they end up tells which bytes of the files make up each resulting tensor,
+without reading any. A conversion that computes, or changes the inside of rows, is refused.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format.headers import Tensor
-from fullshard.checkpoint.reading import Span, Stored
+from fullshard.checkpoint.loading.reading import Span, Stored
 
-_WIDTH = 4  # labels of a row: enough to see that the inside of rows was changed
+_WIDTH = 4  # labels per row: enough to detect a change inside rows
 
 
 class NotMoved(Exception):
-    """The conversion does more than move whole rows."""
+    """The conversion does more than move rows."""
 
 
 def _others(labels: torch.Tensor) -> torch.Tensor:
-    """Other labels for the same: neither sums, nor means, nor what is largest carries over to them."""
-    found = labels * -31
-    found += 17
-    found *= labels
-    return found
+    """Other labels for the same elements: sums, means and maxima do not commute with this mapping."""
+    changed = labels * -31
+    changed += 17
+    changed *= labels
+    return changed
 
 
 class Rows:
@@ -39,7 +39,7 @@ class Rows:
     def __init__(self, sources: Sequence[Stored]) -> None:
         tensors = [source.tensor for source in sources]
         self._sources, self._dtype = sources, tensors[0].dtype
-        self._flat = len(tensors[0].shape) < 2  # then an element counts as a row
+        self._flat = len(tensors[0].shape) < 2  # then each element counts as a row
         self._length = 1 if self._flat else tensors[0].shape[-1]
         self._width = min(_WIDTH, self._length)
         lengths = {None if len(t.shape) < 2 else t.shape[-1] for t in tensors}
@@ -55,18 +55,18 @@ class Rows:
         return shape if self._flat or not shape else (*shape[:-1], self._width)
 
     def follow(self, convert: Callable[[list[torch.Tensor]], Mapping[str, Any]]) -> dict[str, Stored]:
-        """What `convert` makes of the tensors, each with the places of its elements in the files."""
+        """The tensors that `convert` makes, each with the locations of its elements in the files."""
         count = self._firsts[-1] * self._width
         plain = torch.arange(count, dtype=torch.int32 if count < 2**31 else torch.int64)
-        # Once more with other labels: what only moves them does the same, what computes with them does not.
+        # A second run with other labels: only a conversion that moves them gives the same result.
         made, again = (convert(self._labels(labels)) for labels in (plain, _others(plain)))
-        found: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, value in made.items():
             moved, other = [v[0] if isinstance(v, list) else v for v in (value, again[name])]
             if moved.dtype != plain.dtype or not torch.equal(_others(moved), other):
                 raise NotMoved("values would be computed, not only moved")
-            found[name] = self._stored(name, moved)
-        return found
+            stored[name] = self._stored(name, moved)
+        return stored
 
     def _labels(self, labels: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -78,14 +78,14 @@ class Rows:
         shape = tuple(moved.shape)
         if not self._flat:
             inside = moved.reshape(-1, shape[-1]) if shape else moved
-            whole = len(shape) > 1 and shape[-1] == self._width
-            if not whole or not torch.equal(inside, inside[:, :1] + torch.arange(self._width)):
+            in_rows = len(shape) > 1 and shape[-1] == self._width
+            if not in_rows or not torch.equal(inside, inside[:, :1] + torch.arange(self._width)):
                 raise NotMoved("the inside of rows would be changed")
             moved, shape = inside[:, 0] // self._width, (*shape[:-1], self._length)
         return Stored(Tensor(name, self._dtype, shape), tuple(self._spans(moved.flatten())))
 
     def _spans(self, rows: torch.Tensor) -> list[Span]:
-        """Rows that follow each other in one file are read at once."""
+        """Merge rows that are contiguous in one file."""
         begins = torch.ones(len(rows), dtype=torch.bool)
         begins[1:] = (rows[1:] != rows[:-1] + 1) | torch.isin(
             rows[1:], torch.tensor(self._firsts, dtype=rows.dtype)

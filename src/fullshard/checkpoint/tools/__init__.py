@@ -1,1 +1,1 @@
-"""What `fullshard inspect`, `verify` and `export` do."""
+"""`fullshard inspect`, `verify` and `export`."""

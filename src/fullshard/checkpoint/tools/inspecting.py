@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.headers import parse_json
-from fullshard.checkpoint.format.manifest import Manifest
-from fullshard.checkpoint.opening import open_checkpoint
-from fullshard.checkpoint.reading import Source, Stored
-from fullshard.checkpoint.tools.commands import (
-    Damaged,
-    Report,
-    as_damage,
+from fullshard.checkpoint.format.manifest import Count, Manifest
+from fullshard.checkpoint.loading.opening import open_checkpoint
+from fullshard.checkpoint.loading.planning import listed
+from fullshard.checkpoint.loading.reading import Source, Stored
+from fullshard.checkpoint.tools.paths import (
+    Subject,
     checkpoints_in,
     file_problems,
     folder_files,
+    has_manifest,
     hidden_folders,
     identify,
-    is_whole,
+    not_in_manifest,
     open_foreign,
-    read_manifest,
     size_of,
-    strangers,
 )
-from fullshard.checkpoint.tools.wording import as_bytes_text, as_time, listed, plain, plural, printable, shown
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.tools.previews import preview, preview_text
+from fullshard.checkpoint.tools.report import (
+    Field,
+    Report,
+    Row,
+    as_bytes_text,
+    columns,
+    labelled,
+    plural,
+    printable,
+    text_rows,
+)
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-_SHOWN_FILES = 24
+_LISTED_FILES = 24
+_FOREIGN = {"model": "a Hugging Face model", "dcp": "a folder of torch.distributed.checkpoint"}
 
 
 def inspect(path: Path, tensors: bool = False) -> Report:
@@ -42,300 +53,281 @@ def inspect(path: Path, tensors: bool = False) -> Report:
         return _unfinished(subject.folder)
     if subject.kind == "checkpoint":
         return _checkpoint(subject.folder, path, tensors)
-    return _foreign(subject.folder, subject.kind, tensors)
+    return _foreign(subject, tensors)
 
 
-# ---- a checkpoint of ours
+# ---- a checkpoint of fullshard
 
 
-def _checkpoint(folder: Path, asked: Path, tensors: bool) -> Report:
-    said = read_manifest(folder)
-    problems = [f"{name} {what}" for name, what in file_problems(folder, said).items()]
-    data: dict[str, Any] = {
-        "kind": "checkpoint",
-        "path": str(folder),
-        "id": said.id,
-        "saved_at": as_time(said.saved_at_ns),
-        "saved_at_ns": said.saved_at_ns,
-        "software": dict(said.software),
-        "layout": dict(said.layout),
-        "files": {name: record.size_bytes for name, record in said.files.items()},
-        "manifest_bytes": size_of(folder / manifest.NAME) or 0,
-        "not_in_manifest": strangers(folder, said),
-        "model": {"tensors": said.model.tensors, "elements": said.model.elements},
-        "optimizer": _optimizer(said),
-        "tied": dict(said.tied),
-        "modules_with_state": sorted(said.modules),
-        "extra": {name: plain(tree) for name, tree in said.extra.items()},
-        "by_rank": _by_rank(said),
-        "problems": problems,
-    }
+def _checkpoint(folder: Path, requested: Path, tensors: bool) -> Report:
+    saved = commit.read_manifest(folder)
+    problems = file_problems(folder, saved)
+    source: Source | None = None
     if not problems:
         try:
             source = open_checkpoint(folder)
-        except CheckpointError as error:
-            if not isinstance(as_damage(error), Damaged):
-                raise
+        except DamagedCheckpoint as error:
             problems.append(error.what)
-        else:
-            _add_tensors(data, source, tensors)
-            source.close()
-    if folder != asked and folder.name != asked.name:
-        data["note"] = "a crash left it under this hidden name; the next save puts it in its place"
-    return Report(tuple(_checkpoint_lines(data)), data, bool(problems))
+    exported = saved.layout.get("exported_from")
+    what = "a model exported from a checkpoint of fullshard" if exported else "a checkpoint of fullshard"
+    fields = [
+        Field("kind", "checkpoint"),
+        Field("id", saved.id),
+        *_origin_fields(saved),
+        *_crash_note(folder, requested),
+        _count_field("model", _counts(saved.model, source.model if source else None)),
+        _count_field("optimizer", _optimizer(saved, source)),
+        Field("tied", dict(saved.tied), labelled("tied", (f"{a!r} is {b!r}" for a, b in saved.tied.items()))),
+        _list_field("modules_with_state", sorted(saved.modules), "modules", "with state of their own"),
+        _extra_field(saved),
+        _by_rank_field(saved),
+        *_file_fields(
+            {name: record.size_bytes for name, record in saved.files.items()},
+            {manifest.NAME: size_of(folder / manifest.NAME) or 0},
+        ),
+        _list_field("not_in_manifest", not_in_manifest(folder, saved), "beside", "not in the manifest"),
+        Field("problems", problems, labelled("DAMAGED", problems)),
+    ]
+    if source is not None:
+        fields += _tensor_fields(source) if tensors else []
+        source.close()
+    return Report(str(folder), what, tuple(fields), bool(problems))
 
 
-def _optimizer(said: Manifest) -> dict[str, Any] | None:
-    state = said.optimizer_state
-    if state is None:
-        return None
-    found: dict[str, Any] = {"tensors": said.optimizer.tensors, "elements": said.optimizer.elements}
-    try:
-        found["class"] = str(state["class"])
-        found["groups"] = [
-            {"parameters": len(g["parameters"]), "options": {k: plain(v) for k, v in g["options"].items()}}
-            for g in state["groups"]
-        ]
-        found["state"] = sorted({str(key) for by in state["state"].values() for key in by})
-    except (KeyError, TypeError, AttributeError):
-        found["class"] = "malformed"
-    return found
+def _origin_fields(saved: Manifest) -> list[Field]:
+    layout, time = dict(saved.layout), _as_time(saved.saved_at_ns)
+    software = ", ".join(f"{name} {version}" for name, version in saved.software.items())
+    row = ("ranks", f"{layout.get('ranks')}, strategy {layout.get('strategy')}, {layout.get('files')} files")
+    if layout.get("exported_from"):
+        row = ("from", f"checkpoint {layout['exported_from']}")
+    return [
+        Field("saved_at", time, (("saved", f"{time} by {software}"),)),
+        Field("saved_at_ns", saved.saved_at_ns),
+        Field("software", dict(saved.software)),
+        Field("layout", layout, (row,)),
+    ]
 
 
-def _by_rank(said: Manifest) -> dict[str, Any]:
-    """What differs between the ranks that saved."""
-
-    def trees(kind: str) -> tuple[list[dict[str, Any]], list[str]]:
-        found = [rank.get(kind) for rank in said.ranks]
-        each = [tree if isinstance(tree, dict) else {} for tree in found]
-        return each, sorted({name for tree in each for name in tree})
-
-    (extra, extra_names), (own, own_names) = trees("extra"), trees("values")
-    return {
-        "extra": {
-            name: [plain(tree[name]) if name in tree else "not there" for tree in extra]
-            for name in extra_names
-        },
-        "values": {name: [rank for rank, tree in enumerate(own) if name in tree] for name in own_names},
-        "optimizer": trees("optimizer")[1],
-        "random": trees("random")[1],
-    }
+def _as_time(saved_at_ns: int) -> str:
+    return datetime.fromtimestamp(saved_at_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _add_tensors(data: dict[str, Any], source: Source, tensors: bool) -> None:
-    kinds = {"model": source.model, "optimizer": source.optimizer}
-    for kind, stored in kinds.items():
-        if data.get(kind) is None:
-            if not stored:
-                continue
-            data[kind] = {}
-        elements: dict[str, int] = {}
-        for one in stored.values():
-            name = _dtype(one)
-            elements[name] = elements.get(name, 0) + one.tensor.num_elements
-        data[kind] |= {"tensors": len(stored), "elements": sum(elements.values()), "dtypes": elements}
-    if tensors:
-        data["tensors"] = [
-            {"kind": kind, "name": name, "dtype": _dtype(one), "shape": list(one.tensor.shape)}
-            for kind, stored in kinds.items()
-            for name, one in stored.items()
-        ]
+def _crash_note(folder: Path, requested: Path) -> list[Field]:
+    if folder == requested or folder.name == requested.name:
+        return []
+    note = "a crash left it under this hidden name; the next save renames it"
+    return [Field("note", note, (("note", note),))]
+
+
+def _counts(count: Count | None, stored: Mapping[str, Stored] | None) -> dict[str, Any]:
+    """How many tensors and elements; from the files, if they could be opened, also by dtype."""
+    if stored is None:
+        return {} if count is None else {"tensors": count.tensors, "elements": count.elements}
+    dtypes: dict[str, int] = {}
+    for one in stored.values():
+        dtypes[_dtype(one)] = dtypes.get(_dtype(one), 0) + one.tensor.num_elements
+    return {"tensors": len(stored), "elements": sum(dtypes.values()), "dtypes": dtypes}
 
 
 def _dtype(stored: Stored) -> str:
     return str(stored.tensor.dtype).removeprefix("torch.")
 
 
-def _checkpoint_lines(data: dict[str, Any]) -> list[str]:
-    layout, software = data["layout"], data["software"]
-    exported = layout.get("exported_from")
-    what = "a model exported from a checkpoint of fullshard" if exported else "a checkpoint of fullshard"
-    rows = [("saved", f"{data['saved_at']} by {', '.join(f'{k} {v}' for k, v in software.items())}")]
-    if exported:
-        rows.append(("from", f"checkpoint {exported}"))
-    else:
-        rows.append(
-            (
-                "ranks",
-                f"{layout.get('ranks')}, strategy {layout.get('strategy')}, {layout.get('files')} files",
-            )
-        )
-    if "note" in data:
-        rows.append(("note", data["note"]))
-    rows += _tensor_rows(data)
-    rows += [("tied", f"{other!r} is {name!r}") for other, name in data["tied"].items()]
-    if data["modules_with_state"]:
-        rows.append(("modules", f"with state of their own: {listed(data['modules_with_state'])}"))
-    rows += [("extra", f"{name}: {shown(value)}") for name, value in data["extra"].items()]
-    rows += _rank_rows(data["by_rank"])
-    rows += _file_rows(data["files"] | {manifest.NAME: data["manifest_bytes"]})
-    if data["not_in_manifest"]:
-        rows.append(("beside", f"not in the manifest: {listed(data['not_in_manifest'])}"))
-    rows += [("DAMAGED", problem) for problem in data["problems"]]
-    return [f"{printable(data['path'])}: {what}", *_aligned(rows), *_tensor_lines(data)]
+def _optimizer(saved: Manifest, source: Source | None) -> dict[str, Any] | None:
+    state = saved.optimizer_state
+    if state is None:
+        return None
+    counts = _counts(saved.optimizer, source.optimizer if source else None)
+    try:
+        groups = [
+            {"parameters": len(g["parameters"]), "options": {k: preview(v) for k, v in g["options"].items()}}
+            for g in state["groups"]
+        ]
+        keys = sorted({str(key) for by in state["state"].values() for key in by})
+        return counts | {"class": str(state["class"]), "groups": groups, "state": keys}
+    except (KeyError, TypeError, AttributeError):
+        return counts | {"class": "malformed"}
 
 
-def _tensor_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("model", _counted(data["model"]))]
-    state = data.get("optimizer")
-    if not state:
-        return rows
-    rows.append(("optimizer", ", ".join(filter(None, (state.get("class"), _counted(state))))))
-    for index, group in enumerate(state.get("groups", ())):
+def _count_field(kind: str, value: dict[str, Any] | None) -> Field:
+    if value is None:
+        return Field(kind)
+    dtypes = value.get("dtypes", {})
+    by_dtype = ", ".join(f"{name} {count:,}" if len(dtypes) > 1 else name for name, count in dtypes.items())
+    text = f"{plural(value['tensors'], 'tensor')}, {plural(value['elements'], 'element')}"
+    texts = [", ".join(filter(None, (value.get("class"), f"{text} ({by_dtype})" if by_dtype else text)))]
+    for index, group in enumerate(value.get("groups", ())):
         options = sorted(group["options"].items(), key=lambda option: option[0] != "lr")
-        said = ", ".join(f"{k} {shown(v)}" for k, v in options if v is not None and v is not False)
-        rows.append(("", f"group {index} of {plural(group['parameters'], 'parameter')}: {said}"))
-    if state.get("state"):
-        rows.append(("", f"state {', '.join(state['state'])}"))
-    return rows
+        set_options = [f"{k} {preview_text(v)}" for k, v in options if v is not None and v is not False]
+        members = plural(group["parameters"], "parameter")
+        texts.append(f"group {index} of {members}: {', '.join(set_options)}")
+    if value.get("state"):
+        texts.append(f"state {', '.join(value['state'])}")
+    return Field(kind, value, labelled(kind, texts))
 
 
-def _counted(said: Mapping[str, Any]) -> str:
-    dtypes = said.get("dtypes", {})
-    more = ", ".join(f"{name} {count:,}" if len(dtypes) > 1 else name for name, count in dtypes.items())
-    text = f"{plural(said['tensors'], 'tensor')}, {plural(said['elements'], 'element')}"
-    return f"{text} ({more})" if more else text
+def _list_field(name: str, names: list[str], label: str, what: str) -> Field:
+    return Field(name, names, ((label, f"{what}: {listed(names)}"),) if names else ())
 
 
-def _rank_rows(by_rank: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for name, each in by_rank["extra"].items():
-        more = ", ..." if len(each) > 4 else ""
-        rows.append(("by rank", f"extra {name}: {', '.join(shown(v) for v in each[:4])}{more}"))
-    for name, own in by_rank["values"].items():
-        which = ", ".join(map(str, own[:8])) + (", ..." if len(own) > 8 else "")
-        rows.append(("by rank", f"{name!r} is not the first rank's on {which}"))
-    if by_rank["optimizer"]:
-        rows.append(("by rank", f"optimizer state in blocks: {listed(by_rank['optimizer'])}"))
-    if by_rank["random"]:
-        rows.append(("by rank", f"random numbers: {', '.join(by_rank['random'])}"))
-    return rows
+def _extra_field(saved: Manifest) -> Field:
+    values = {name: preview(tree) for name, tree in saved.extra.items()}
+    return Field(
+        "extra", values, labelled("extra", (f"{name}: {preview_text(v)}" for name, v in values.items()))
+    )
 
 
-def _file_rows(files: dict[str, int]) -> list[tuple[str, str]]:
-    rows = [("files", f"{as_bytes_text(sum(files.values()))} in {plural(len(files), 'file')}")]
-    shown = list(files.items())[:_SHOWN_FILES]
-    width = max((len(name) for name, _ in shown), default=0)
-    rows += [("", f"{name:<{width}}  {as_bytes_text(size):>9}") for name, size in shown]
-    if len(files) > len(shown):
-        rows.append(("", f"and {len(files) - len(shown)} more; --json lists them all"))
-    return rows
+def _by_rank_field(saved: Manifest) -> Field:
+    """What differs between the ranks that saved."""
+
+    def trees(kind: str) -> tuple[list[dict[str, Any]], list[str]]:
+        of_ranks = [tree if isinstance(tree := rank.get(kind), dict) else {} for rank in saved.ranks]
+        return of_ranks, sorted({name for tree in of_ranks for name in tree})
+
+    (extra, extra_names), (own, own_names) = trees("extra"), trees("values")
+    value: dict[str, Any] = {
+        "extra": {n: [preview(tree[n]) if n in tree else "not there" for tree in extra] for n in extra_names},
+        "values": {name: [rank for rank, tree in enumerate(own) if name in tree] for name in own_names},
+        "optimizer": trees("optimizer")[1],
+        "random": trees("random")[1],
+    }
+    texts = [
+        f"extra {name}: {_first(map(preview_text, of), len(of), 4)}" for name, of in value["extra"].items()
+    ]
+    texts += [
+        f"{name!r} is not the first rank's on {_first(map(str, ranks), len(ranks), 8)}"
+        for name, ranks in value["values"].items()
+    ]
+    if value["optimizer"]:
+        texts.append(f"optimizer state in blocks: {listed(value['optimizer'])}")
+    if value["random"]:
+        texts.append(f"random numbers: {', '.join(value['random'])}")
+    return Field("by_rank", value, labelled("by rank", texts))
 
 
-def _tensor_lines(data: dict[str, Any]) -> list[str]:
-    if "tensors" not in data:
-        return []
-    width = max((len(printable(one["name"])) for one in data["tensors"]), default=0)
-    lines = []
-    for kind in ("model", "optimizer"):
-        own = [one for one in data["tensors"] if one["kind"] == kind]
-        if own:
-            lines += ["", f"tensors of the {kind}"]
-        lines += [f"  {printable(one['name']):<{width}}  {one['dtype']} {one['shape']}" for one in own]
-    return lines
+def _first(texts: Any, count: int, most: int) -> str:
+    return ", ".join(list(texts)[:most] + ["..."] * (count > most))
 
 
-def _aligned(rows: list[tuple[str, str]]) -> list[str]:
-    lines, before = [], ""
-    for label, text in rows:
-        shown = "" if label == before and label != "DAMAGED" else label
-        lines.append(f"  {shown:<9}  {printable(text)}")
-        before = label or before
-    return lines
+def _file_fields(files: dict[str, int], beside: dict[str, int] | None = None) -> list[Field]:
+    """The files with their sizes; `beside` is the manifest, which has a field of its own."""
+    every = files | (beside or {})
+    cells = [(name, as_bytes_text(size)) for name, size in list(every.items())[:_LISTED_FILES]]
+    texts = [f"{as_bytes_text(sum(every.values()))} in {plural(len(every), 'file')}", *columns(cells, (1,))]
+    if len(every) > len(cells):
+        texts.append(f"and {len(every) - len(cells)} more; --json lists them all")
+    fields = [Field("files", files, labelled("files", texts))]
+    return fields if beside is None else [*fields, Field("manifest_bytes", sum(beside.values()))]
 
 
-# ---- a folder of checkpoints, and one that never became one
+def _tensor_fields(source: Source) -> list[Field]:
+    kinds = {"model": source.model, "optimizer": source.optimizer}
+    entries: list[dict[str, Any]] = [
+        {"kind": kind, "name": name, "dtype": _dtype(one), "shape": list(one.tensor.shape)}
+        for kind, stored in kinds.items()
+        for name, one in stored.items()
+    ]
+    lines = columns([(printable(e["name"]), f"{e['dtype']} {e['shape']}") for e in entries])
+    split = len(source.model)
+    return [
+        Field("tensors", entries, text_rows(lines[:split]), "tensors of the model"),
+        Field("", None, text_rows(lines[split:]), "tensors of the optimizer", in_json=False),
+    ]
+
+
+# ---- a folder of checkpoints, and an unfinished save
 
 
 def _root(root: Path) -> Report:
     hidden = {folder: (name, kind) for folder, name, kind in hidden_folders(root)}
-    found = [
-        _listed(folder, hidden[folder][1] if folder in hidden else None) for folder in checkpoints_in(root)
+    entries = [
+        _entry(folder, hidden[folder][1] if folder in hidden else None) for folder in checkpoints_in(root)
     ]
-    # The newest as fs.latest has it: complete, no exported model, nothing that is about to be removed.
+    # The newest as in fs.latest: complete, not an exported model, not about to be removed.
     stale = {folder.name for folder, (name, _) in hidden.items() if commit.find(root / name) != folder}
-    usable = [o for o in found if o["state"] == "complete" and not o["exported"] and o["name"] not in stale]
-    newest = max(usable, key=lambda one: one["saved_at_ns"], default=None)
-    for one in found:
-        one["newest"] = one is newest
-    found.sort(key=lambda one: (one["saved_at_ns"] or 0, one["name"]))
-    lines = [f"{printable(str(root))}: {plural(sum(o['state'] == 'complete' for o in found), 'checkpoint')}"]
-    width = max(len(printable(one["name"])) for one in found)
-    for one in found:
-        step = "" if one["step"] is None else f"step {one['step']}"
-        ranks = "" if one["ranks"] is None else plural(one["ranks"], "rank")
-        state = f"{one['state']}, newest" if one["newest"] else one["state"]
-        state += f": {one['note']}" if one["note"] else ""
-        lines.append(
-            f"  {printable(one['name']):<{width}}  {step:<12}  {one['saved_at'] or '':<23}  "
-            f"{as_bytes_text(one['bytes']):>9}  {ranks:<9}  {printable(state)}"
-        )
-    data = {"kind": "root", "path": str(root), "checkpoints": found}
-    return Report(tuple(lines), data, any(one["state"] == "damaged" for one in found))
+    usable = [e for e in entries if e["state"] == "complete" and not e["exported"] and e["name"] not in stale]
+    newest = max(usable, key=lambda entry: entry["saved_at_ns"], default=None)
+    entries = [entry | {"newest": entry is newest} for entry in entries]
+    entries.sort(key=lambda entry: (entry["saved_at_ns"] or 0, entry["name"]))
+    count = sum(entry["state"] == "complete" for entry in entries)
+    lines = columns([_entry_cells(entry) for entry in entries], right=(3,))
+    fields = Field("kind", "root"), Field("checkpoints", entries, text_rows(lines))
+    damaged = any(entry["state"] == "damaged" for entry in entries)
+    return Report(str(root), plural(count, "checkpoint"), fields, damaged)
 
 
-def _listed(folder: Path, hidden: str | None) -> dict[str, Any]:
+def _entry_cells(entry: dict[str, Any]) -> Row:
+    state = f"{entry['state']}, newest" if entry["newest"] else entry["state"]
+    return (
+        printable(entry["name"]),
+        "" if entry["step"] is None else f"step {entry['step']}",
+        entry["saved_at"] or "",
+        as_bytes_text(entry["bytes"]),
+        "" if entry["ranks"] is None else plural(entry["ranks"], "rank"),
+        f"{state}: {entry['note']}" if entry["note"] else state,
+    )
+
+
+def _entry(folder: Path, hidden: str | None) -> dict[str, Any]:
+    """A checkpoint in a folder of checkpoints; `hidden` is the kind of its hidden name."""
     size = sum(folder_files(folder).values())
-    one: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "name": folder.name, "path": str(folder), "state": "complete", "step": None, "saved_at": None,
         "saved_at_ns": None, "bytes": size, "ranks": None, "exported": False, "note": "",
     }  # fmt: skip
-    if hidden is not None and not is_whole(folder):
-        return one | {"state": "unfinished", "note": "a save under way, or one that was cut off"}
+    if hidden is not None and not has_manifest(folder):
+        return entry | {"state": "unfinished", "note": "a save in progress, or one that was interrupted"}
     try:
-        said = read_manifest(folder)
+        saved = commit.read_manifest(folder)
     except CheckpointError as error:
-        return one | {"state": "damaged", "note": error.what}
-    step, ranks = said.extra.get("step"), said.layout.get("ranks")
-    one |= {
+        return entry | {"state": "damaged", "note": error.what}
+    step, ranks = saved.extra.get("step"), saved.layout.get("ranks")
+    entry |= {
         "step": step if isinstance(step, int) else None,
-        "saved_at": as_time(said.saved_at_ns),
-        "saved_at_ns": said.saved_at_ns,
+        "saved_at": _as_time(saved.saved_at_ns),
+        "saved_at_ns": saved.saved_at_ns,
         "ranks": ranks if isinstance(ranks, int) else None,
-        "exported": "exported_from" in said.layout,
+        "exported": "exported_from" in saved.layout,
     }
-    problems = [f"{name} {what}" for name, what in file_problems(folder, said).items()]
+    problems = file_problems(folder, saved)
     if problems:
-        one |= {"state": "damaged", "note": problems[0]}
-    elif hidden is not None:
-        one["note"] = "replaced, about to be removed" if hidden == "retired" else "about to be renamed"
-    elif one["exported"]:
-        one["note"] = "an exported model"
-    return one
+        return entry | {"state": "damaged", "note": problems[0]}
+    if hidden is not None:
+        note = "replaced, about to be removed" if hidden == "retired" else "about to be renamed"
+        return entry | {"note": note}
+    return entry | ({"note": "an exported model"} if entry["exported"] else {})
 
 
 def _unfinished(folder: Path) -> Report:
-    files = folder_files(folder)
-    data = {"kind": "unfinished", "path": str(folder), "files": files}
-    rows = [("", "It has no manifest: a save under way, or one that was cut off. It cannot be loaded.")]
-    lines = [f"{printable(str(folder))}: a save that was not finished", *_aligned(rows + _file_rows(files))]
-    return Report(tuple(lines), data, True)
+    why = "It has no manifest: a save in progress, or one that was interrupted. It cannot be loaded."
+    fields = Field("kind", "unfinished", (("", why),)), *_file_fields(folder_files(folder))
+    return Report(str(folder), "a save that was not finished", fields, True)
 
 
-# ---- checkpoints of others
+# ---- checkpoints of other libraries
 
 
-def _foreign(folder: Path, kind: str, tensors: bool) -> Report:
-    source = open_foreign(folder, kind)
+def _foreign(subject: Subject, tensors: bool) -> Report:
+    source = open_foreign(subject)
     try:
-        names = {"model": "a Hugging Face model", "dcp": "a folder of torch.distributed.checkpoint"}
-        data: dict[str, Any] = {"kind": kind, "path": str(folder), "files": folder_files(folder), "model": {}}
-        _add_tensors(data, source, tensors)
+        fields = [Field("kind", subject.kind)]
+        if subject.kind == "model":
+            names = _architectures(subject.folder)
+            fields.append(Field("architectures", names, (("class", ", ".join(names)),) if names else ()))
+        fields.append(_count_field("model", _counts(None, source.model)))
+        if source.optimizer:
+            fields.append(_count_field("optimizer", _counts(None, source.optimizer)))
+        fields += _file_fields(folder_files(subject.folder))
+        fields += _tensor_fields(source) if tensors else []
     finally:
         source.close()
-    rows = _tensor_rows(data)
-    if kind == "model":
-        data["architectures"] = _architectures(folder)
-        if data["architectures"]:
-            rows.insert(0, ("class", ", ".join(data["architectures"])))
-    lines = [f"{printable(str(folder))}: {names[kind]}", *_aligned(rows + _file_rows(data["files"]))]
-    return Report((*lines, *_tensor_lines(data)), data)
+    return Report(str(subject.folder), _FOREIGN[subject.kind], tuple(fields))
 
 
 def _architectures(folder: Path) -> list[str]:
     path = folder / "config.json"
     if not path.is_file() or path.stat().st_size > 2**20:
         return []
-    said = parse_json(str(path), path.read_bytes())
-    named = said.get("architectures") if isinstance(said, dict) else None
-    return [str(name) for name in named] if isinstance(named, list) else []
+    config = parse_json(str(path), path.read_bytes())
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []

@@ -1,7 +1,7 @@
-"""`fullshard verify`: every byte of every file, against the checksums that the manifest carries.
+"""`fullshard verify`: checks every byte of every file against the checksums in the manifest.
 
-Where `fs.load` stops at the first damaged block that it needs, this goes on, and says which tensors lie in
-what is damaged. Memory is bounded: a few chunks of 16 MiB, whatever the size of the checkpoint.
+Where `fs.load` stops at the first damaged block that it needs, this continues, and names the tensors in every
+damaged place. Memory is bounded: a few chunks of 16 MiB, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.files import unreadable
 from fullshard.checkpoint.format import headers, manifest
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, checksum
-from fullshard.checkpoint.format.headers import Tensor
-from fullshard.checkpoint.format.manifest import Count, FileRecord, Manifest
-from fullshard.checkpoint.opening import Checkpoint, open_checkpoint
-from fullshard.checkpoint.reading import CHUNK_BYTES, Blocks, whole_tensors
-from fullshard.checkpoint.tools.commands import (
-    Damaged,
+from fullshard.checkpoint.format.manifest import SHARED_FILE, Count, FileRecord, Manifest, rank_file
+from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
+from fullshard.checkpoint.loading.planning import listed
+from fullshard.checkpoint.loading.reading import CHUNK_BYTES, Blocks, tensors_in
+from fullshard.checkpoint.tools.paths import (
+    Subject,
+    folder_files,
+    identify_one,
+    not_in_manifest,
+    open_foreign,
+)
+from fullshard.checkpoint.tools.report import (
+    Field,
     Progress,
     Report,
-    as_damage,
-    folder_files,
-    identify,
-    open_foreign,
+    as_bytes_text,
+    plural,
     quiet,
-    read_manifest,
-    strangers,
+    text_rows,
 )
-from fullshard.checkpoint.tools.wording import as_bytes_text, listed, plural, printable
-from fullshard.checkpoint.trees import SHARED_FILE, rank_file
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-_THREADS = 4  # reading and CRC-32 both let others run; more than the disk can feed is of no use
+_THREADS = 4  # reading and CRC-32 both release the GIL; more threads than the disk can feed are useless
 _IN_FILES = ("$tensor", "$array", "$scalar", "$bytes")
 _DIFFERS = "the checksum differs"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes [begin, end) of a file are not those that were written, or cannot be read."""
+    """Bytes [begin, end) of a file, which are not those that were written, or cannot be read."""
 
     file: str
     begin: int
@@ -53,54 +57,69 @@ class Damage:
     what: str
     tensors: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        names = f"; there: {listed(self.tensors)}" if self.tensors else ""
+        return f"{self.file}, bytes {self.begin} to {self.end}: {self.what}{names}"
+
 
 def verify(path: Path, progress: Progress = quiet) -> Report:
     """Check everything that can be checked at a path."""
-    subject = identify(path)
-    if subject.kind == "root":
-        raise CheckpointError(
-            f"{str(path)!r} holds checkpoints and is none itself",
-            "Name one of them; fullshard inspect lists them.",
-        )
+    subject = identify_one(path)
     if subject.kind == "unfinished":
         return _verify_unfinished(subject.folder)
     if subject.kind == "checkpoint":
         return _verify_checkpoint(subject.folder, progress)
-    return _verify_foreign(subject.folder, subject.kind)
+    return _verify_foreign(subject)
 
 
-# ---- a checkpoint of ours
+# ---- a checkpoint of fullshard
 
 
 def _verify_checkpoint(folder: Path, progress: Progress) -> Report:
     damage: list[Damage] = []
     try:
-        said = read_manifest(folder)
-    except Damaged as error:
-        said = _unsigned_manifest(folder)
+        saved = commit.read_manifest(folder)
+    except DamagedCheckpoint as error:
+        saved = _unsigned_manifest(folder)
         damage.append(Damage(manifest.NAME, 0, (folder / manifest.NAME).stat().st_size, error.what))
-    found, bad_blocks = _damaged_files(folder, said, progress)
-    damage += found
-    problems = [] if damage else _structure(folder)
-    size = sum(record.size_bytes for record in said.files.values())
-    blocks = sum(len(record.blocks) for record in said.files.values())
-    data = {
-        "kind": "checkpoint",
-        "path": str(folder),
-        "sound": not damage and not problems,
-        "files": len(said.files),
-        "bytes": size,
-        "blocks": blocks,
-        "damaged_blocks": bad_blocks,
-        "damage": [asdict(one) for one in damage],
-        "problems": problems,
-        "not_in_manifest": strangers(folder, said),
-    }
-    return Report(tuple(_lines(data, damage, said.block_bytes)), data, not data["sound"])
+    in_files, bad_blocks = _damaged_files(folder, saved, progress)
+    damage += in_files
+    problems = [] if damage else _structure_problems(folder)
+    return _report(folder, saved, damage, bad_blocks, problems)
+
+
+def _report(
+    folder: Path, saved: Manifest, damage: list[Damage], bad_blocks: int, problems: list[str]
+) -> Report:
+    sound = not damage and not problems
+    size = sum(record.size_bytes for record in saved.files.values())
+    blocks = sum(len(record.blocks) for record in saved.files.values())
+    unlisted = not_in_manifest(folder, saved)
+    what = f"{as_bytes_text(size)} in {plural(len(saved.files), 'file')}"
+    headline = f"sound. {what}, {plural(blocks, 'block')}: all as they were written"
+    if not sound:
+        bad = f"{bad_blocks} of {plural(blocks, 'block')} of {saved.block_bytes} bytes"
+        headline = f"DAMAGED. {what}; {bad} are not as they were written"
+    fields = (
+        Field("kind", "checkpoint"),
+        Field("sound", sound),
+        Field("files", len(saved.files)),
+        Field("bytes", size),
+        Field("blocks", blocks),
+        Field("damaged_blocks", bad_blocks),
+        Field("damage", [asdict(one) for one in damage], text_rows(map(str, damage))),
+        Field("problems", problems, text_rows(problems)),
+        Field(
+            "not_in_manifest",
+            unlisted,
+            text_rows([f"not in the manifest, so not checked: {listed(unlisted)}"] if unlisted else []),
+        ),
+    )
+    return Report(str(folder), headline, fields, not sound)
 
 
 def _unsigned_manifest(folder: Path) -> Manifest:
-    """What a damaged manifest still says: enough, maybe, to see which files are as it says."""
+    """A manifest with a wrong checksum, which may still list the files; or an empty one."""
     with contextlib.suppress(CheckpointError, OSError):
         path = folder / manifest.NAME
         if path.stat().st_size <= manifest.MAX_BYTES:
@@ -108,17 +127,17 @@ def _unsigned_manifest(folder: Path) -> Manifest:
     return Manifest("", 0, {}, {}, BLOCK_BYTES, {}, Count(), Count())
 
 
-def _damaged_files(folder: Path, said: Manifest, progress: Progress) -> tuple[list[Damage], int]:
-    total, done = sum(record.size_bytes for record in said.files.values()), 0
+def _damaged_files(folder: Path, saved: Manifest, progress: Progress) -> tuple[list[Damage], int]:
+    total, done = sum(record.size_bytes for record in saved.files.values()), 0
     damage: list[Damage] = []
     bad_blocks = 0
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        for name, record in sorted(said.files.items()):
+        for name, record in sorted(saved.files.items()):
             bad: dict[int, str] = {}
             try:
-                for begin, end, found in _checked(pool, folder / name, record, said.block_bytes):
-                    bad |= found
+                for begin, end, in_chunk in _checked(pool, folder / name, record, saved.block_bytes):
+                    bad |= in_chunk
                     done += end - begin
                     progress(done, total)
             except FileNotFoundError:
@@ -126,30 +145,24 @@ def _damaged_files(folder: Path, said: Manifest, progress: Progress) -> tuple[li
                 bad_blocks += len(record.blocks)
                 continue
             except OSError as error:
-                raise as_damage(_unreadable(folder / name, error)) from error
+                raise unreadable(repr(str(folder / name)), error) from error
             bad_blocks += len(bad)
-            damage += _of_file(folder / name, record, said.block_bytes, bad)
+            damage += _of_file(folder / name, record, saved.block_bytes, bad)
             damage += _appended(folder / name, record)
     finally:
-        pool.shutdown(cancel_futures=True)  # whoever interrupts does not wait for the rest of a terabyte
+        pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the remaining chunks
     return damage, bad_blocks
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    found = CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}", "Check its rights.")
-    found.__cause__ = error
-    return found
 
 
 def _checked(
     pool: ThreadPoolExecutor, path: Path, record: FileRecord, block_bytes: int
 ) -> Iterator[tuple[int, int, dict[int, str]]]:
-    """Chunk by chunk: its bytes, and the blocks of it that are damaged with what is wrong."""
+    """For each chunk: its first and last byte, and what is wrong with its damaged blocks."""
     if path.exists() and not path.is_file():
-        raise OSError(None, "it is not a file")  # opening a pipe would wait for ever
+        raise OSError(None, "it is not a file")  # opening a pipe would block forever
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if hasattr(os, "posix_fadvise"):  # from the disk, not from memory, as far as the system lets us
+        if hasattr(os, "posix_fadvise"):  # read from the disk, not from the cache, where possible
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         size = max(1, CHUNK_BYTES // block_bytes) * block_bytes
         chunks = [(at, min(at + size, record.size_bytes)) for at in range(0, record.size_bytes, size)]
@@ -163,7 +176,7 @@ def _checked(
 def _bad_blocks(
     descriptor: int, record: FileRecord, block_bytes: int, chunk: tuple[int, int]
 ) -> dict[int, str]:
-    """Blocks of a chunk that are not as they must be. Where a read fails, each block is read for itself."""
+    """The damaged blocks of a chunk. If reading the chunk fails, each block is read on its own."""
     bad: dict[int, str] = {}
     begin, end = chunk
     try:
@@ -185,7 +198,7 @@ def _bad_blocks(
 
 
 def _read(descriptor: int, begin: int, end: int) -> memoryview:
-    """Bytes of a file; fewer where it ends."""
+    """Bytes of a file; fewer at its end."""
     out, at = memoryview(bytearray(end - begin)), 0
     while at < len(out):
         count = os.preadv(descriptor, [out[at:]], begin + at)
@@ -196,24 +209,24 @@ def _read(descriptor: int, begin: int, end: int) -> memoryview:
 
 
 def _of_file(path: Path, record: FileRecord, block_bytes: int, bad: dict[int, str]) -> list[Damage]:
-    """Damaged blocks as ranges of bytes, with the tensors that lie there."""
+    """Damaged blocks as ranges of bytes, with the tensors in them."""
     if not bad:
         return []
-    found = []
+    damage = []
     where, remark = _tensors(path, record, block_bytes, bad)
     ordered = enumerate(sorted(bad.items()))
     for (what, _), run in groupby(ordered, key=lambda item: (item[1][1], item[1][0] - item[0])):
         blocks = [block for _, (block, _) in run]
         begin, end = blocks[0] * block_bytes, min((blocks[-1] + 1) * block_bytes, record.size_bytes)
         names = tuple(name for name, low, high in where if low < end and begin < high)
-        found.append(Damage(path.name, begin, end, what + remark, names))
-    return found
+        damage.append(Damage(path.name, begin, end, what + remark, names))
+    return damage
 
 
 def _tensors(
     path: Path, record: FileRecord, block_bytes: int, bad: dict[int, str]
 ) -> tuple[list[tuple[str, int, int]], str]:
-    """The tensors of a file with their bytes, and what is to be said about a header that is damaged."""
+    """The tensors of a file with their bytes, and a remark if the header is damaged."""
     if path.suffix != ".safetensors":
         return [], ""
     doubtful = False
@@ -228,9 +241,9 @@ def _tensors(
     try:
         tensors, begins, _ = headers.read(str(path), record.size_bytes, read_at)
     except (CheckpointError, OSError):
-        return [], "; the header is damaged, so nothing in the file can be named"
+        return [], "; the header is damaged, so the tensors in the file are unknown"
     where = [(name, begins[name], begins[name] + tensor.size_bytes) for name, tensor in tensors.items()]
-    return where, "; the header lies there, too, so names may be wrong" if doubtful else ""
+    return where, "; the header is there as well, so names may be wrong" if doubtful else ""
 
 
 def _appended(path: Path, record: FileRecord) -> list[Damage]:
@@ -240,11 +253,11 @@ def _appended(path: Path, record: FileRecord) -> list[Damage]:
     return [Damage(path.name, record.size_bytes, size, "something was appended to the file")]
 
 
-# ---- what bytes that are right may still get wrong
+# ---- consistency of files and manifest
 
 
-def _structure(folder: Path) -> list[str]:
-    """Whether everything that the manifest speaks of is in the files."""
+def _structure_problems(folder: Path) -> list[str]:
+    """What the manifest refers to and the files do not hold."""
     try:
         source = open_checkpoint(folder)
     except CheckpointError as error:
@@ -258,33 +271,33 @@ def _structure(folder: Path) -> list[str]:
 
 
 def _missing_values(source: Checkpoint) -> Iterator[str]:
-    said = source.manifest
-    trees: list[tuple[str, Any]] = [(SHARED_FILE, dict(said.extra)), (rank_file(0), said.optimizer_state)]
-    trees += [(rank_file(index), dict(tree)) for index, tree in enumerate(said.ranks)]
+    saved = source.manifest
+    trees: list[tuple[str, Any]] = [(SHARED_FILE, dict(saved.extra)), (rank_file(0), saved.optimizer_state)]
+    trees += [(rank_file(index), dict(tree)) for index, tree in enumerate(saved.ranks)]
     for file, tree in trees:
-        wanted = list(_large(tree))
-        held = source.values(file) if wanted else {}
-        yield from (f"{file} does not hold {name!r}" for name in wanted if name not in held)
+        expected = list(_large_tensors(tree))
+        stored = source.values(file) if expected else {}
+        yield from (f"{file} does not hold {name!r}" for name in expected if name not in stored)
 
 
-def _large(tree: Any) -> Iterator[str]:
-    """Names of the tensors of a tree that are in a file."""
+def _large_tensors(tree: Any) -> Iterator[str]:
+    """The names of a tree's tensors that are stored in a file."""
     rest = [tree]
     while rest:
         one = rest.pop()
         if isinstance(one, list):
             rest += one
         elif isinstance(one, dict):
-            said = next(iter(one.values()), None)
-            if next(iter(one), "") in _IN_FILES and isinstance(said, dict) and "at" in said:
-                yield str(said["at"])
+            entry = next(iter(one.values()), None)
+            if next(iter(one), "") in _IN_FILES and isinstance(entry, dict) and "at" in entry:
+                yield str(entry["at"])
             else:
                 rest += one.values()
 
 
 def _missing_state(source: Checkpoint) -> Iterator[str]:
-    said = source.manifest.optimizer_state
-    state = said.get("state") if isinstance(said, dict) else {}
+    saved = source.manifest.optimizer_state
+    state = saved.get("state") if isinstance(saved, dict) else {}
     for parameter, keys in state.items() if isinstance(state, dict) else ():
         for key, one in keys.items() if isinstance(keys, dict) else ():
             kept = isinstance(one, dict) and one.get("kind") in ("scalar", "elements")
@@ -292,56 +305,42 @@ def _missing_state(source: Checkpoint) -> Iterator[str]:
                 yield f"optimizer state '{parameter}.{key}' is not in the files"
 
 
-def _lines(data: dict[str, Any], damage: list[Damage], block_bytes: int) -> list[str]:
-    path = printable(data["path"])
-    size = f"{as_bytes_text(data['bytes'])} in {plural(data['files'], 'file')}"
-    if data["sound"]:
-        lines = [f"{path}: sound. {size}, {plural(data['blocks'], 'block')}: all as they were written"]
-    else:
-        bad = f"{data['damaged_blocks']} of {plural(data['blocks'], 'block')} of {block_bytes} bytes"
-        lines = [f"{path}: DAMAGED. {size}; {bad} are not as they were written"]
-    for one in damage:
-        names = f"; there: {listed(one.tensors)}" if one.tensors else ""
-        lines.append(f"  {one.file}, bytes {one.begin} to {one.end}: {printable(one.what)}{names}")
-    lines += [f"  {printable(problem)}" for problem in data["problems"]]
-    if data["not_in_manifest"]:
-        lines.append(f"  not in the manifest, so not checked: {listed(data['not_in_manifest'])}")
-    return lines
-
-
 # ---- without a manifest
 
 
 def _verify_unfinished(folder: Path) -> Report:
-    """A folder that never became a checkpoint: which of its files look whole, for who wants to save them."""
-    files = folder_files(folder)
-    lines = [f"{printable(str(folder))}: not a checkpoint. The save was not finished: there is no manifest"]
-    problems: dict[str, str | None] = {}
+    """For a save that was not finished: which of its files are well-formed, so that they can be rescued."""
+    problems: dict[str, str | None] = dict.fromkeys(folder_files(folder))
     blocks = Blocks(folder, None, 2**20)
     try:
-        for name in files:
-            problems[name] = None
+        for name in problems:
             if name.endswith(".safetensors"):
                 try:
-                    whole_tensors(blocks, name)
+                    tensors_in(blocks, name)
                 except CheckpointError as error:
                     problems[name] = error.what
-            lines.append(f"  {name}: {problems[name] or 'its form is right; its values cannot be checked'}")
     finally:
         blocks.close()
-    data = {"kind": "unfinished", "path": str(folder), "sound": False, "files": problems}
-    return Report(tuple(lines), data, True)
-
-
-def _verify_foreign(folder: Path, kind: str) -> Report:
-    source = open_foreign(folder, kind)
-    tensors: list[Tensor] = [stored.tensor for stored in source.model.values()]
-    source.close()
-    size = sum(tensor.size_bytes for tensor in tensors)
-    data = {"kind": kind, "path": str(folder), "sound": True, "checksums": False}
-    data |= {"tensors": len(tensors), "bytes": size}
-    held = f"{plural(len(tensors), 'tensor')} of {as_bytes_text(size)}"
-    line = (
-        f"{printable(str(folder))}: its form is right: {held}. It carries no checksums, so values cannot be"
+    well_formed = "it is well-formed; its values cannot be checked"
+    lines = [f"{name}: {problem or well_formed}" for name, problem in problems.items()]
+    fields = Field("kind", "unfinished"), Field("sound", False), Field("files", problems, text_rows(lines))
+    return Report(
+        str(folder), "not a checkpoint. The save was not finished: there is no manifest", fields, True
     )
-    return Report((f"{line} checked",), data)
+
+
+def _verify_foreign(subject: Subject) -> Report:
+    source = open_foreign(subject)
+    source.close()
+    tensors = [stored.tensor for stored in (*source.model.values(), *source.optimizer.values())]
+    size = sum(tensor.size_bytes for tensor in tensors)
+    what = f"{plural(len(tensors), 'tensor')} of {as_bytes_text(size)}"
+    fields = (
+        Field("kind", subject.kind),
+        Field("sound", True),
+        Field("checksums", False),
+        Field("tensors", len(tensors)),
+        Field("bytes", size),
+    )
+    headline = f"well-formed: {what}. It has no checksums, so values cannot be checked"
+    return Report(str(subject.folder), headline, fields)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.checkpoint.tools.commands import Damaged
-from fullshard.errors import FullshardError
+from fullshard.errors import DamagedCheckpoint, FullshardError
 from fullshard.tools.cli import checkpoints, completion, launch, machine, plan, simulate, train
 from fullshard.tools.cli.commands import Command, shown
 from fullshard.tools.cli.values import one_of
@@ -49,7 +48,7 @@ def run(words: Sequence[str]) -> int:
         return code if words else 2
     except FullshardError as error:
         _print_error(f"{error.what.rstrip('.')}. {error.remedy}")
-        return 1 if isinstance(error, Damaged) else 2
+        return 1 if isinstance(error, DamagedCheckpoint) else 2
     except _USAGE as error:
         _print_error(_usage(error))
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,15 @@ import typer
 
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
-from fullshard.tools.cli.printing import answer, progress
+from fullshard.tools.cli.printing import print_report, progress
 from fullshard.tools.cli.values import size
 
 if TYPE_CHECKING:
     from fullshard.onnx.files import Subject
 
-_Path = Annotated[Path, typer.Argument(metavar="PATH", help="A folder that fs.save wrote, or another's.")]
+_Path = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A folder that fs.save or another library wrote.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -28,44 +31,39 @@ def _inspect(
 ) -> int:
     from fullshard.checkpoint.tools.inspecting import inspect
 
-    return answer(inspect(path, tensors), json)
+    return print_report(inspect(path, tensors), json)
 
 
 def _verify(path: _Path, json: _Json = False) -> int:
     from fullshard.checkpoint.tools.verifying import verify
 
     with progress("checked") as show:
-        found = verify(path, show)
-    return answer(found, json)
+        report = verify(path, show)
+    return print_report(report, json)
 
 
 def _export(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder that fs.save wrote.")],
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="A folder that is not there yet.")
-    ] = None,
-    onnx: Annotated[
-        Path | None, typer.Option("--onnx", metavar="FILE", help="An ONNX file that is not there yet.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A new folder.")] = None,
+    onnx: Annotated[Path | None, typer.Option("--onnx", metavar="FILE", help="A new ONNX file.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of floating point tensors (as stored)."),
+        typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Of floating-point tensors (as stored)."),
     ] = None,
     form: Annotated[
         str | None, typer.Option("--format", metavar="safetensors|dcp", help="(safetensors)")
     ] = None,
     file_size: Annotated[
-        str | None, typer.Option("--file-size", metavar="SIZE", help="Of one safetensors file at most (5GB).")
+        str | None,
+        typer.Option("--file-size", metavar="SIZE", help="Largest size of a safetensors file (5GB)."),
     ] = None,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not compare the ONNX file with torch's logits.")
     ] = False,
 ) -> int:
     if (to is None) == (onnx is None):
-        what = "neither --to nor --onnx says" if to is None else "--to and --onnx both say"
-        raise OptionError(
-            f"{what} where to write", "Give --to DIR for a folder of tensors, or --onnx FILE for ONNX."
-        )
+        what = "neither --to nor --onnx is given" if to is None else "--to and --onnx are both given"
+        raise OptionError(what, "Give --to DIR for a folder of tensors, or --onnx FILE for ONNX.")
     if onnx is not None:
         if dtype or form or file_size:
             raise OptionError("--dtype, --format and --file-size are for --to", "Leave them out with --onnx.")
@@ -92,14 +90,14 @@ def _gpt(path: Path) -> Subject:
     from fullshard.onnx.files import Subject
     from fullshard.training.gpt import GPT, GPTConfig
 
-    shape = GPTConfig.read(path)
-    dice = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocabulary, (3, min(13, shape.context)), generator=dice)
-    return Subject(GPT(shape), {"tokens": tokens})
+    config = GPTConfig.read(path)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (3, min(13, config.context)), generator=generator)
+    return Subject(GPT(config), {"tokens": tokens})
 
 
 def _export_tensors(path: Path, to: Path, dtype: str | None, form: str | None, file_size: str | None) -> int:
-    from fullshard.checkpoint.tools.export import DTYPES, FORMATS, Wish, export
+    from fullshard.checkpoint.tools.export import DTYPES, FORMATS, ExportOptions, export
 
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"--dtype is {dtype!r}", f"Choose one of {', '.join(DTYPES)}.")
@@ -107,24 +105,24 @@ def _export_tensors(path: Path, to: Path, dtype: str | None, form: str | None, f
         raise OptionError(f"--format is {form!r}", f"Choose one of {', '.join(FORMATS)}.")
     if form == "dcp" and (dtype or file_size):
         raise OptionError("--dtype and --file-size are for safetensors", "Leave them out with --format dcp.")
-    wish = Wish(None if dtype is None else DTYPES[dtype], form or "safetensors")
+    options = ExportOptions(None if dtype is None else DTYPES[dtype], form or "safetensors")
     if file_size is not None:
         remedy = "Write it as 5GB or 500MiB."
         most = size(file_size, "--file-size", remedy)
         if most < 1:
             raise OptionError(f"--file-size is {file_size!r}", remedy)
-        wish = Wish(wish.dtype, wish.format, most)
+        options = replace(options, file_bytes=most)
     with progress("exported") as show:
-        done = export(path, to, wish, show)
-    return answer(done, False)
+        report = export(path, to, options, show)
+    return print_report(report)
 
 
 INSPECT = Command(
     "inspect",
     _inspect,
-    "say what a checkpoint is and holds",
+    "show what a checkpoint is and holds",
     """\
-It reads manifest and headers alone; no tensor is read. PATH may be
+Only manifest and headers are read, no tensors. PATH may be
   a folder that fs.save wrote  when, by what, on how many ranks; tensors, optimizer,
                                extra values, files
   a folder of such folders     each with its step, time and size; complete or not;
@@ -133,7 +131,7 @@ It reads manifest and headers alone; no tensor is read. PATH may be
   a DCP folder                 of torch.distributed.checkpoint""",
     """\
 examples:
-  fullshard inspect runs/gpt                      which checkpoints are there
+  fullshard inspect runs/gpt                      list the checkpoints
   fullshard inspect runs/gpt/step-300 --tensors   every tensor, dtype and shape
   fullshard inspect runs/gpt/step-300 --json | jq .extra.step
 
@@ -145,19 +143,18 @@ VERIFY = Command(
     "check every byte of a checkpoint",
     """\
 Every byte is compared with the checksums in the manifest. Every damaged place is listed
-with its file, its bytes and the tensors that lie there. Memory stays small, whatever
-the size.
+with its file, its bytes and the tensors in it. Memory stays small, whatever the size.
 
-fs.load checks what it reads by itself: this is for a checkpoint that was copied, or has
-lain for long. A Hugging Face model or a DCP folder carries no checksums; of those the
-form is checked.""",
+fs.load checks what it reads anyway: this command is for a checkpoint that was copied, or
+stored for a long time. A Hugging Face model or a DCP folder has no checksums; for these,
+only the structure is checked.""",
     """\
 examples:
   fullshard verify runs/gpt/step-300
   fullshard verify runs/gpt/step-300 --json | jq -r '.damage[].tensors[]'
 
-Exit code 0: sound; 1: damaged or not finished; 2: PATH is no checkpoint, or may not be
-read.""",
+Exit code 0: sound; 1: damaged or not finished; 2: PATH is not a checkpoint, or may not
+be read.""",
 )
 EXPORT = Command(
     "export",
@@ -165,21 +162,21 @@ EXPORT = Command(
     "write a checkpoint's model as plain safetensors, for DCP, or as ONNX",
     """\
 --to DIR writes a new folder: plain safetensors under the model's own names, config.json
-and the like beside them, an index if there are several files. `from_pretrained` loads
-it, and it can go to the hub as it is. The parts of a save with files='parts' are put
-together. Every byte is checked on the way, tensors pass through a piece at a time, and
-the folder appears only when it is complete. It holds no optimizer. It does hold a
-manifest, so that `fullshard verify` works on it wherever it was copied to; who edits
-config.json there removes fullshard.json.
+and similar files, and an index if there are several safetensors files. `from_pretrained`
+loads it, and it can be uploaded to the hub as it is. The parts of a save with
+files='parts' are joined. Every byte is checked, tensors are streamed, and the folder
+appears only when it is complete. It has no optimizer. It has a manifest, so that
+`fullshard verify` works on any copy of it; if you edit config.json there, remove
+fullshard.json.
 
---onnx FILE writes the model, of Hugging Face or the built-in GPT, as ONNX by torch's
-exporter, and compares what onnxruntime makes of it with torch's logits.""",
+--onnx FILE writes a Hugging Face model or the built-in GPT as ONNX with torch's exporter,
+and compares the logits of onnxruntime with torch's.""",
     """\
 examples:
   fullshard export runs/gpt/step-300 --to gpt-final --dtype bf16
   fullshard export runs/gpt/step-300 --to gpt-dcp --format dcp
   fullshard export runs/gpt/step-300 --onnx gpt.onnx
 
-Exit code 0: done; 1: the checkpoint is damaged; 2: something is there already, or
-cannot be written.""",
+Exit code 0: done; 1: the checkpoint is damaged; 2: the target exists, or cannot be
+written.""",
 )

@@ -10,7 +10,7 @@ from fullshard.errors import OptionError
 from fullshard.options import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
-from fullshard.tools.cli.values import one_of, size
+from fullshard.tools.cli.values import one_of, size, switch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,11 +76,7 @@ def _plan(
     ] = None,
     checkpoint_activations: Annotated[
         bool,
-        typer.Option(
-            "--checkpoint-activations",
-            help="Recompute activations in backward.",
-            rich_help_panel=_TRAINING,
-        ),
+        switch("checkpoint_activations", _TRAINING),
     ] = False,
     accumulate: Annotated[
         bool,

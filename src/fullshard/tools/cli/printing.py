@@ -1,4 +1,4 @@
-"""How answers look: plain text in a pipe, tables and a progress bar by rich on a terminal."""
+"""Output of the commands: plain text in a pipe, rich tables and progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fullshard.checkpoint.tools.commands import Progress, Report, quiet
+from fullshard.checkpoint.tools.report import Progress, Report, quiet
 
 
-def answer(report: Report, as_json: bool) -> int:
-    """Print what a command found; its exit code."""
+def print_report(report: Report, as_json: bool = False) -> int:
+    """Print a report; returns the exit code."""
     if as_json:
-        as_json_text(report.data)
+        as_json_text(report.data())
     else:
-        print("\n".join(report.lines))
+        print(report.text())
     return 1 if report.damaged else 0
 
 
@@ -27,9 +27,9 @@ def as_json_text(data: Any) -> None:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = (), left: Sequence[int] = (0,)
 ) -> None:
-    """A table of numbers, with words in the columns `left`.
+    """Print a table of numbers; the columns `left` hold text.
 
-    In a pipe columns are two blanks apart and every row is one line, however wide: `grep` reads it.
+    In a pipe, columns are separated by two blanks and every row is one line, however wide, for `grep`.
     """
     if sys.stdout.isatty():
         _rich_table(head, rows, styles, left)
@@ -62,7 +62,7 @@ def _rich_table(
 
 @contextmanager
 def progress(verb: str) -> Iterator[Progress]:
-    """A bar on a terminal, gone when the work is done; elsewhere nothing."""
+    """A progress bar on a terminal, removed at the end; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield quiet
         return

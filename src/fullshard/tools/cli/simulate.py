@@ -13,10 +13,10 @@ import typer
 
 from fullshard.environment import compute_device
 from fullshard.errors import OptionError
-from fullshard.options import ACROSS, REDUCE, STRATEGIES
+from fullshard.options import TABLE
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import table
-from fullshard.tools.cli.values import one_of, size
+from fullshard.tools.cli.values import choice, one_of, size, switch
 
 if TYPE_CHECKING:
     from fullshard.tools.simulation.network import Network
@@ -99,34 +99,16 @@ def _simulate(
     ] = None,
     strategy: Annotated[
         str,
-        typer.Option(
-            "--strategy",
-            metavar="|".join(STRATEGIES),
-            callback=one_of("--strategy", STRATEGIES),
-            help="What is sharded.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = "zero3",
+        choice("strategy", _TRAINING),
+    ] = TABLE["strategy"].default,
     across: Annotated[
         str,
-        typer.Option(
-            "--across",
-            metavar="|".join(ACROSS),
-            callback=one_of("--across", ACROSS),
-            help="For hybrid: between nodes.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = "replicate",
+        choice("across", _TRAINING),
+    ] = TABLE["across"].default,
     reduce: Annotated[
         str,
-        typer.Option(
-            "--reduce",
-            metavar="|".join(REDUCE),
-            callback=one_of("--reduce", REDUCE),
-            help="How gradients are sent.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = "auto",
+        choice("reduce", _TRAINING),
+    ] = TABLE["reduce"].default,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -138,11 +120,7 @@ def _simulate(
     ] = None,
     checkpoint_activations: Annotated[
         bool,
-        typer.Option(
-            "--checkpoint-activations",
-            help="Recompute activations in backward.",
-            rich_help_panel=_TRAINING,
-        ),
+        switch("checkpoint_activations", _TRAINING),
     ] = False,
     keep_full: Annotated[
         str | None,

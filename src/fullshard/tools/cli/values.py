@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import Any
+
+import typer
 
 from fullshard.errors import OptionError
+from fullshard.options import TABLE
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -35,3 +39,23 @@ def one_of(option: str, known: Iterable[str]) -> Callable[[str | None], str | No
         raise OptionError(f"{option} is {value!r}", f"{meant}Choose one of {', '.join(choices)}.")
 
     return check
+
+
+def choice(name: str, panel: str) -> Any:
+    """The typer option for an option of `fs.shard` that has choices."""
+    option = TABLE[name]
+    check = one_of(f"--{name}", option.choices)
+    metavar = "|".join(option.choices)
+    return typer.Option(
+        f"--{name}", metavar=metavar, callback=check, help=_sentence(option.help), rich_help_panel=panel
+    )
+
+
+def switch(name: str, panel: str) -> Any:
+    """The typer option for an option of `fs.shard` that is a bool, off by default."""
+    flag = f"--{name.replace('_', '-')}"
+    return typer.Option(flag, help=_sentence(TABLE[name].help), rich_help_panel=panel)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

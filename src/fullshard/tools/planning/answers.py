@@ -67,8 +67,6 @@ class Question:
         return parse(
             strategy=strategy,
             precision=self.precision,
-            units=None,
-            ignore=(),
             checkpoint_activations=self.recompute,
             on_gpu=self.on_gpu,
         )

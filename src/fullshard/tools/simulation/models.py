@@ -83,7 +83,7 @@ class Training:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, outer ones first: fullshard's units, without lone layers."""
-    options = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
+    options = parse(checkpoint_activations=True)
     modules = [module for unit in find_units(model, options)[1:] for module in unit.modules]
     return [module for module in modules if next(module.children(), None) is not None]
 

@@ -62,8 +62,7 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        options = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
-        parse(**options, precision="fp32", units=None, ignore=())
+        parse(**{name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")})
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid one row per node, as torchrun numbers them."""

@@ -1,0 +1,196 @@
+"""Loads an optimizer's state by the names of its parameters."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.loading.planning import LoadPlan, check_shape, listed, shard_reader, tensor_reader
+from fullshard.checkpoint.loading.reading import DAMAGED, Stored
+from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume, check_fits
+from fullshard.checkpoint.parameters import Site, sites, sites_by_group
+from fullshard.engine.tensor_parallel import put
+from fullshard.errors import CheckpointError, DamagedCheckpoint
+
+# How a step is computed, not what it computes: these options stay those of this run.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+class OptimizerLoad:
+    """Plans, then applies, the state of a saved optimizer to the optimizer of this run."""
+
+    def __init__(self, resume: Resume, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self._resume, self._optimizer = resume, optimizer
+        self._saved = _checked(resume, optimizer)
+        self._by_group = sites_by_group(sites(resume.runtime, model), optimizer)
+        self._state: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def plan(self, work: LoadPlan) -> None:
+        saved_group = {name: i for i, g in enumerate(self._saved["groups"]) for name in g["parameters"]}
+        decoded = [self._decoded(i) for i in range(len(self._saved["groups"]))]
+        here: set[str] = set()
+        fresh: list[str] = []
+        for group, members in zip(self._optimizer.param_groups, self._by_group, strict=True):
+            names = [site.name for site in members]
+            here |= set(names)
+            fresh += [n for n in names if n not in saved_group]
+            self._plan_group(group, sorted({saved_group[n] for n in names if n in saved_group}), decoded)
+            for site in members:
+                self._plan_parameter(work, group, site)
+        left = sorted(set(self._saved["state"]) - here)
+        if fresh:  # not those that were in a group but never used: they had no state, and get none
+            work.notes.append(f"{listed(fresh)} were not in the saved optimizer: their state starts anew")
+        if left:
+            work.notes.append(
+                f"optimizer state of {listed(left)} was left out: they are not in this optimizer"
+            )
+
+    def apply(self) -> None:
+        """Give the optimizer its new options and state, after all reads."""
+        for group, options in self._options:
+            kept = {k: v for k, v in options.items() if k not in _IMPLEMENTATION}
+            group.update({k: _copied_option(v, group.get(k)) for k, v in kept.items()})
+        for parameter, state in self._state:
+            if state:
+                self._optimizer.state[parameter] = state
+            else:
+                self._optimizer.state.pop(parameter, None)
+
+    def _decoded(self, index: int) -> dict[str, Any]:
+        """The options of a saved group."""
+        options = self._resume.decode(self._saved["groups"][index]["options"], FIRST_FILE)
+        if not isinstance(options, dict) or not all(type(k) is str and k != "params" for k in options):
+            raise DamagedCheckpoint(f"the options of group {index} of the optimizer are malformed", DAMAGED)
+        return options
+
+    def _plan_group(self, group: dict[str, Any], saved: list[int], decoded: list[dict[str, Any]]) -> None:
+        if not saved:
+            return  # parameters that were in no saved group keep this run's options
+        first = decoded[saved[0]]
+        if any(decoded[i] != first for i in saved[1:]):
+            raise CheckpointError(
+                f"a group of the optimizer holds parameters of saved groups {saved}, whose options differ",
+                "Group parameters as in the run that saved, or load without the optimizer.",
+            )
+        self._options.append((group, first))
+
+    def _plan_parameter(self, work: LoadPlan, group: dict[str, Any], site: Site) -> None:
+        state: dict[str, Any] = {}
+        self._state.append((site.parameter, state))
+        for key, entry in self._saved["state"].get(site.name, {}).items():
+            name, kind = f"{site.name}.{key}", entry.get("kind")
+            if kind == "value":
+                state[key] = self._resume.decode(entry["value"], FIRST_FILE)
+            elif kind == "own":
+                state[key] = self._own(site, name)
+            elif kind in ("scalar", "elements"):
+                self._plan_tensor(work, (site, key, kind), state, self._device(group, site, key, entry))
+            else:
+                raise DamagedCheckpoint(
+                    f"optimizer state {name!r} is of the unknown kind {str(kind)[:40]!r}", DAMAGED
+                )
+
+    def _plan_tensor(
+        self, work: LoadPlan, what: tuple[Site, str, str], state: dict[str, Any], device: torch.device
+    ) -> None:
+        site, key, kind = what
+        name = f"{site.name}.{key}"
+        stored = self._resume.source.optimizer.get(name)
+        if stored is None:
+            raise DamagedCheckpoint(f"optimizer state {name!r} is not in the files", DAMAGED)
+        scalar, shape = kind == "scalar", site.global_shape
+        if scalar:
+            shape = (1,) * min(len(stored.tensor.shape), 8)  # some optimizers give the number dimensions
+        check_shape(self._resume.source, stored, shape, name)
+        before = self._optimizer.state.get(site.parameter, {}).get(key)
+        dtype = stored.tensor.dtype if scalar else self._dtype(site, stored, before)
+
+        def get() -> torch.Tensor:
+            at_rest = torch.Size(shape) if scalar else site.parameter.shape
+            usable = type(before) is torch.Tensor and before.shape == at_rest
+            if usable and before.dtype == dtype and before.device == device and before.is_contiguous():
+                state[key] = before
+            elif scalar:
+                state[key] = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                like = site.parameter.detach()
+                state[key] = torch.empty_like(like, dtype=dtype, device=device)
+            return state[key]  # type: ignore[no-any-return]
+
+        own = self._resume.own_value(f"optimizer/{name}") if scalar or site.lane is None else None
+        if own is not None:
+            value = check_fits(name, own, stored.tensor.shape, dtype)
+            work.reads.append(lambda: put(get(), value))
+        elif scalar:
+            tensor_reader(work, self._resume.source, dtype, get)(stored)
+        else:
+            shard_reader(work, self._resume.source, site, dtype, get)(stored)
+
+    def _dtype(self, site: Site, stored: Stored, before: Any) -> torch.dtype:
+        """The dtype of a state with its parameter's shape: if it was the parameter's dtype, it still is."""
+        saved, kept = self._resume.source.model.get(site.name), stored.tensor.dtype
+        dtype = kept
+        if isinstance(before, torch.Tensor):
+            dtype = before.dtype  # this optimizer's own choice
+        elif saved is not None and saved.tensor.dtype == kept:
+            dtype = site.parameter.dtype
+        return dtype if dtype.is_floating_point and kept.is_floating_point else kept
+
+    def _device(self, group: dict[str, Any], site: Site, key: str, entry: dict[str, Any]) -> torch.device:
+        host = entry.get("device") == "host" and entry["kind"] == "scalar"
+        if key == "step" and ("capturable" in group or "fused" in group):  # torch's own rule
+            host = not (group.get("capturable") or group.get("fused"))
+        return torch.device("cpu") if host else site.parameter.device
+
+    def _own(self, site: Site, name: str) -> Any:
+        tree_and_file = self._resume.own_state(name, site.interval)
+        if tree_and_file is None:
+            raise CheckpointError(
+                f"optimizer state {name!r} is not sharded like its parameter (it is kept in blocks, say), so "
+                "it can be loaded only on the number of ranks, and with the units, that it was saved with",
+                "Load with the ranks and options of the run that saved, or load without the optimizer.",
+            )
+        value = self._resume.decode(*tree_and_file)
+        return value.to(site.parameter.device) if isinstance(value, torch.Tensor) else value
+
+
+def _copied_option(value: Any, before: Any) -> Any:
+    """A copy of an option for one group; a tensor is put on the device of the one that it replaces.
+
+    One saved group may be several groups now, and schedulers change tensors in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(before.device if isinstance(before, torch.Tensor) else value.device, copy=True)
+    if isinstance(value, tuple) and isinstance(before, tuple) and len(value) == len(before):
+        return tuple(map(_copied_option, value, before))
+    return deepcopy(value)
+
+
+def _checked(resume: Resume, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    saved = resume.manifest.optimizer_state
+    folder = str(resume.source.folder)
+    if saved is None:
+        raise CheckpointError(
+            f"{folder!r} was saved without an optimizer",
+            "Load it without one, or save it with fs.save(path, model, optimizer).",
+        )
+    try:
+        groups, state, kind = saved["groups"], saved["state"], saved["class"]
+        good = all(isinstance(g["parameters"], list) and "options" in g for g in groups)
+        good &= all(isinstance(s, dict) for by in state.values() for s in (by, *by.values()))
+        good &= all(isinstance(n, str) for g in groups for n in g["parameters"])
+    except (KeyError, TypeError, AttributeError):
+        good, kind = False, None
+    if not good:
+        raise DamagedCheckpoint(f"the optimizer's state in {folder!r} is malformed", DAMAGED)
+    if kind != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{folder!r} holds the state of {str(kind)[:100]}, and the optimizer here is "
+            f"{type(optimizer).__name__}",
+            "Use the same optimizer, or load without one.",
+        )
+    return saved  # type: ignore[no-any-return]
