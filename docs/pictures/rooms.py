@@ -17,6 +17,7 @@ ABOUT = {
     "comm": "every call of torch.distributed",
     "engine": "one training step",
     "state": "values outside a step",
+    "model_libraries": "what models of transformers need",
     "checkpoint": "fs.save, fs.load, foreign formats",
     "api": "fs.shard, fs.full, fs.plan, ...",
     "torch_fsdp": "FSDP1, FSDP2",
@@ -58,14 +59,21 @@ def height(table: dict[str, set[str]], room: str) -> int:
 
 
 def draw(table: dict[str, set[str]]) -> str:
-    heights = {room: height(table, room) for room in table}
-    top = max(heights.values())
-    places: dict[str, tuple[float, float, float]] = {}  # left, top, width
+    lowest = {room: height(table, room) for room in table}
+    # A box reaches up to the row below the first room that imports it, so that no arrow crosses another box.
+    highest = {
+        room: min((lowest[other] - 1 for other in table if room in table[other]), default=lowest[room])
+        for room in table
+    }
+    top = max(highest.values())
+    places: dict[str, tuple[float, float, float, float]] = {}  # left, top, width, height
     for level in range(top + 1):
-        rooms = [room for room in table if heights[room] == level]
+        rooms = [room for room in table if lowest[room] <= level <= highest[room]]
+        rooms.sort(key=lambda room: highest[room] - lowest[room])
         width = (WIDTH - MARGIN * (len(rooms) + 1)) / len(rooms)
         for i, room in enumerate(rooms):
-            places[room] = (MARGIN + i * (width + MARGIN), MARGIN + (top - level) * ROW_HEIGHT, width)
+            tall = BOX_HEIGHT + (level - lowest[room]) * ROW_HEIGHT
+            places[room] = (MARGIN + i * (width + MARGIN), MARGIN + (top - level) * ROW_HEIGHT, width, tall)
     total = (top + 1) * ROW_HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img" '
@@ -75,22 +83,22 @@ def draw(table: dict[str, set[str]]) -> str:
         '<path d="M0 0L8 4L0 8z"/></marker>',
     ]
     for room, other in drawn_arrows(table):
-        (x, y, width), (to_x, to_y, to_width) = places[room], places[other]
+        (x, y, width, tall), (to_x, to_y, to_width, _) = places[room], places[other]
         # Where one box is wide and the other narrow, the arrow is straight.
         start, end = x + width / 2, to_x + to_width / 2
         start, end = (end, end) if to_width < width else (start, start)
-        line = f'x1="{start:.0f}" y1="{y + BOX_HEIGHT:.0f}" x2="{end:.0f}" y2="{to_y:.0f}"'
+        line = f'x1="{start:.0f}" y1="{y + tall:.0f}" x2="{end:.0f}" y2="{to_y:.0f}"'
         parts.append(
             f'<line {line} stroke="#334155" marker-end="url(#tip)">'
             f"<title>{room} imports {other}</title></line>"
         )
-    for room, (x, y, width) in places.items():
-        middle = x + width / 2
+    for room, (x, y, width, tall) in places.items():
+        middle, words = x + width / 2, y + (tall - BOX_HEIGHT) / 2
         parts += [
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX_HEIGHT}" rx="6" '
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{tall:.0f}" rx="6" '
             'fill="#dbeafe" stroke="#3b82f6"/>',
-            f'<text x="{middle:.0f}" y="{y + 17:.0f}" font-weight="bold">{room}</text>',
-            f'<text x="{middle:.0f}" y="{y + 33:.0f}" font-size="12">{ABOUT[room]}</text>',
+            f'<text x="{middle:.0f}" y="{words + 17:.0f}" font-weight="bold">{room}</text>',
+            f'<text x="{middle:.0f}" y="{words + 33:.0f}" font-size="12">{ABOUT[room]}</text>',
         ]
     return "\n".join([*parts, "</svg>", ""])
 
