@@ -44,6 +44,7 @@ class Options:
     device: torch.device | None  # None: the model's own
     on_gpu: bool  # where the shards will be; small means something else there
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
+    merge_units: int | None  # None: by device, see plan/units.py
     integration: Integration = NO_INTEGRATION
 
     @property
@@ -88,6 +89,7 @@ def parse(
     across: str = "replicate",
     reduce: str = "auto",
     keep_full: int | str | None = None,
+    merge_units: int | None = None,
     device: torch.device | str | int | None = None,
     on_gpu: bool = False,
     integration: Integration | None = None,
@@ -122,6 +124,7 @@ def parse(
         across=across,
         reduce=reduce,
         keep_full=_keep_full(keep_full),
+        merge_units=_merge_units(merge_units),
         device=_device(device),
         on_gpu=on_gpu,
         integration=integration or NO_INTEGRATION,
@@ -140,6 +143,14 @@ def _keep_full(value: Any) -> int | None:
         return value
     raise OptionError(
         f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
+    )
+
+
+def _merge_units(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise OptionError(
+        f"merge_units is {value!r}", "Give a number of bytes, 0 for one unit per block, or None for the default."
     )
 
 

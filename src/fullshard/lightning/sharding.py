@@ -41,6 +41,7 @@ class ShardOptions(TypedDict, total=False):
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None
+    merge_units: int | None
     reduce: str
     across: str
 
