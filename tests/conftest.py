@@ -17,13 +17,6 @@ for folder in (HERE / "support", HERE.parent / "src"):
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)
 
-# Tests are about blocks as units; their models are so small that all would be merged into one.
-from fullshard import options  # noqa: E402 - found by way of the path above
-from fullshard.plan import units  # noqa: E402
-
-units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
-
-
 # Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = (
     "test_documents",

@@ -68,8 +68,8 @@ def shard(
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
         kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
-    merge_units: bytes up to which neighbouring small blocks share a unit, and below which a small model is one
-        unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are never merged.
+    merge_units: bytes up to which neighbouring small blocks share a unit, and below which a small model is
+        one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and sums them in fp32 where they arrive; 'scatter' sends
         fp32, summed on the way by the backend; 'auto' takes the one that sends less between nodes.
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that

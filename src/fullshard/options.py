@@ -150,7 +150,8 @@ def _merge_units(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise OptionError(
-        f"merge_units is {value!r}", "Give a number of bytes, 0 for one unit per block, or None for the default."
+        f"merge_units is {value!r}",
+        "Give a number of bytes, 0 for one unit per block, or None for the default.",
     )
 
 

@@ -140,6 +140,40 @@ def test_import_needs_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+# Bytes of one piece of a file: a checkpoint of pieces of the usual size would be one of gigabytes.
+SIZES_OF_PIECES = {"FILE_BYTES", "CHUNK_BYTES", "_ITEM_BYTES", "INLINE_BYTES", "PIECE_BYTES"}
+
+
+def _overwritten_constants(path: Path) -> set[str]:
+    """Constants of the package's modules to which a file assigns, by `=` or by `setattr`."""
+    tree = ast.parse(path.read_text())
+    ours = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if f"{getattr(node, 'module', None) or alias.name}.".startswith("fullshard.")
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            target, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) > 2:
+            target, name = node.args[0], getattr(node.args[1], "value", "")
+        else:
+            continue
+        if isinstance(name, str) and re.fullmatch(r"_?[A-Z][A-Z0-9_]+", name):
+            found |= {name} if ast.unparse(target).split(".")[0] in ours else set()
+    return found
+
+
+def test_tests_and_benchmarks_run_the_engine_that_users_get() -> None:
+    """A threshold of the engine is an option that a test sets, never a constant that it overwrites."""
+    for folder in ("tests", "bench", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not _overwritten_constants(path) - SIZES_OF_PIECES, path
+
+
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -37,7 +37,7 @@ def _shard(model: nn.Module, said: dict[str, Any]) -> nn.Module:
 
     if said.get("precision") == EIGHT_BIT:
         said = {**said, "precision": fs.Precision(gather=torch.int8)}
-    return fs.shard(model, **said)
+    return engines.shard_blocks(model, **said)
 
 
 def _plain_loss(step: int, rank: int) -> float:
@@ -138,7 +138,7 @@ def _one_after_the_other() -> tuple[int, int]:
 
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     token = torch.zeros(1)
     if my_rank() == 0:
         with fs.inference(model) as kept:  # this machine has room for it all
@@ -179,7 +179,7 @@ class _Halves(nn.Module):
 def _different_paths() -> tuple[list[Tensor], list[str]]:
     import fullshard as fs
 
-    model = fs.shard(build(_Halves))
+    model = engines.shard_blocks(build(_Halves))
     gathered: list[str] = []
     line = model._fullshard.comm.shard_group
     gather = line.gather
@@ -231,7 +231,7 @@ def _merged_and_tied() -> list[Tensor]:
 
     model = build(Tied)
     plain = copy.deepcopy(model)
-    fs.shard(model)
+    fs.shard(model, merge_units=2000)
     assert any(unit.merged for unit in model._fullshard.units)
     x = torch.arange(6)
     for memory in ("all", 0):
@@ -253,7 +253,7 @@ def _merged_and_tied() -> list[Tensor]:
 
 
 def test_merged_tied_nested_copied_partial_and_whole_models_compute_inside_inference() -> None:
-    first, second = ranks.run(_merged_and_tied, 2, merge_bytes=2000)
+    first, second = ranks.run(_merged_and_tied, 2)
     assert torch.equal(first[0], second[0])
 
 
@@ -284,7 +284,7 @@ def _mistake(_: Tensor) -> None:
 def _refusals() -> float:
     import fullshard as fs
 
-    model = fs.shard(build(), precision="bf16")
+    model = engines.shard_blocks(build(), precision="bf16")
     optimizer = sgd(model.parameters())
     x = batch(0, 0)[0]
     loss = engines.loss_of(model, batch(0, my_rank()))
@@ -334,7 +334,7 @@ def _refusals() -> float:
     with _refused("is not sharded"), fs.inference(build()):
         pass
     with _refused("inside a forward"):
-        fs.shard(build(_Opening))(x)
+        engines.shard_blocks(build(_Opening))(x)
     with fs.full(model.head), _refused("a part of the model"), fs.inference(model):
         pass
     return _step(model, optimizer, 0, lambda: None)
@@ -349,7 +349,7 @@ def test_changes_and_backward_inside_inference_are_refused_by_name_and_training_
 def _one_rank_fails(memory: Any) -> tuple[float, int]:
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     optimizer = sgd(model.parameters())
     done = 0
     with contextlib.suppress(ValueError), fs.inference(model, memory=memory):
@@ -373,9 +373,8 @@ def test_an_error_that_one_rank_catches_around_inference_leaves_the_others_in_st
 
 
 def _decode_alone() -> None:
-    import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     with torch.no_grad():
         for step in range(2 + 3 * my_rank()):
             model(batch(step, 0)[0])
@@ -392,7 +391,7 @@ def _one_rank_enters() -> None:
 
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     if my_rank() == 0:
         with fs.inference(model):
             model(batch(0, 0)[0])

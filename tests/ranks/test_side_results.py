@@ -11,7 +11,7 @@ from torch import nn
 
 import ranks
 import reference
-from engines import batch, block, build
+from engines import batch, block, build, shard_blocks
 
 STEPS = 3
 
@@ -47,9 +47,8 @@ def _with_output(model: nn.Module, piece: Any) -> torch.Tensor:
 
 
 def _train(strategy: str) -> reference.Trace:
-    import fullshard as fs
 
-    model = fs.shard(build(Watched), strategy=strategy)
+    model = shard_blocks(build(Watched), strategy=strategy)
     pieces = [batch(step, int(os.environ["RANK"])) for step in range(STEPS)]
     return reference.train_rank(model, pieces, _with_output, reference.sgd, STEPS)
 
@@ -65,7 +64,7 @@ def test_loss_on_a_hooked_layer_beside_the_output_trains_as_in_one_process(strat
 def _alone() -> str:
     import fullshard as fs
 
-    model = fs.shard(build(FirstWatched), strategy="replicate")
+    model = shard_blocks(build(FirstWatched), strategy="replicate")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0, 0)[0])
     model.taken[0].square().mean().backward()

@@ -8,9 +8,6 @@ from a server that has torch imported, and kept warm between runs, because start
 and importing transformers in them another 3 s. After a run that did not go well everywhere all workers are
 ended: nobody knows what state they are in. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
 
-The models of tests are so small that all their blocks would be merged into one unit. So merging is off on
-ranks, and on for a run that asks: `ranks.run(fn, 2, merge_bytes=4096)`.
-
 A run has a time limit, always. At the limit every rank still running is asked for its stacks (faulthandler
 answers a signal even where Python is stuck in a collective), then killed.
 """
@@ -118,12 +115,11 @@ def outcome(
     grace_s: float | None = None,
     init: bool = False,
     fresh: bool = False,
-    merge_bytes: int = 0,
 ) -> Outcome:
     """`fn(*args)` on `ranks` processes, whatever comes of it.
 
     `init` starts a gloo process group first. With `fresh` a rank's process ends when `fn` returns, as a
-    script's would; otherwise it stays for the next run. Blocks are merged into units of `merge_bytes`.
+    script's would; otherwise it stays for the next run.
     """
     fresh = fresh or bool(os.environ.get("FULLSHARD_TEST_FRESH"))
     if fresh:
@@ -132,7 +128,7 @@ def outcome(
     port = free_port()
     for rank, worker in enumerate(workers):
         environment = _environment(rank, ranks, port)
-        task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh, merge_bytes)
+        task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh)
         worker.pipe.send_bytes(pickle.dumps(task))
     result = _collect(workers, timeout_s, timeout_s if grace_s is None else grace_s)
     if fresh or result.errors:
@@ -171,7 +167,6 @@ class _Task:
     environment: dict[str, str]
     init: bool
     last: bool
-    merge_bytes: int
 
 
 @dataclass
@@ -333,13 +328,8 @@ def _die_with_parent() -> None:
 def _answer(task: _Task) -> tuple[str, bytes]:
     import torch
 
-    from fullshard import options
-    from fullshard.plan import units
-
     torch.manual_seed(0)
     random.seed(0)
-    units.MERGE_BYTES = task.merge_bytes
-    units.TINY_BYTES = options.SMALL_BYTES = 0
     try:
         if task.init:
             torch.distributed.init_process_group("gloo")
