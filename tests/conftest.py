@@ -10,8 +10,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE / "support", HERE.parent / "src"):
-    if str(folder) not in sys.path:
+# Tests are in folders by what they need; some take a model or a check from another folder's file.
+for folder in (*sorted(HERE.glob("[a-z]*")), HERE.parent / "src"):
+    if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+import engines
 import ranks
 from fullshard import api
 from fullshard.errors import OptionError
@@ -360,7 +361,7 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     if isinstance(options.get("precision"), dict):
         options["precision"] = fs.Precision(**options["precision"])
     with joined(Cluster(Network(4, Link(1e12, 0.0)), torch.device("cpu"))) as cluster:
-        fs.shard(model, **options)
+        fs.shard(model, **(engines.BLOCKS | options))
         tokens = torch.randint(0, 64, (2, 9))
         for _ in range(3):
             cluster.wire.traffic.clear()
@@ -373,6 +374,7 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     "said",
     [
         {},
+        {"merge_units": None, "keep_full": None},
         {"keep_full": 0},
         {"keep_full": "all"},
         {"keep_full": 30_000},
