@@ -13,7 +13,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.options import parse
 from fullshard.plan.plan import make_plan
-from fullshard.plan.schedule import Walk, backward_order, reduce_order, settle
+from fullshard.plan.schedule import Walk, backward_order, kept_units, reduce_order, settle
 from fullshard.plan.units import Unit, find_units
 
 
@@ -313,3 +313,21 @@ def test_any_paths_settle_to_an_order_that_holds_every_unit(case: tuple[list[lis
             assert unit in order
     passed = [unit for unit, _ in walk.remaining()]
     assert passed == order
+
+
+# ---- what stays full
+
+
+def test_kept_units_are_the_last_that_fit_and_never_the_root() -> None:
+    order, sizes = [0, 1, 2, 3, 4], [100, 10, 10, 10, 10]
+    assert kept_units(order, sizes, 25, 0, set()) == {4, 3}
+    assert kept_units(order, sizes, 0, 2, set()) == {4, 3}
+    assert kept_units(order, sizes, 0, 0, set()) == set()
+    assert kept_units(order, sizes, 10**9, 0, {1}) == {4, 3, 2}
+    assert kept_units([0, 1, 2, 1], [0, 10, 10], 10, 0, set()) == {1}
+
+
+@pytest.mark.parametrize("wrong", [-1, "some", 1.5, True])
+def test_a_wrong_budget_is_refused(wrong: Any) -> None:
+    with pytest.raises(fs.FullshardError, match="keep_full"):
+        fs.plan(nn.Linear(2, 2), ranks=2, keep_full=wrong)

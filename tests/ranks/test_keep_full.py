@@ -11,7 +11,6 @@ from torch import nn
 import engines
 import ranks
 import reference
-from fullshard.plan.schedule import kept_units
 
 BLOCKS = 6
 
@@ -152,20 +151,3 @@ def _gathered_again() -> list[str]:
 
 def test_by_default_the_last_two_units_of_a_large_model_stay_whatever_their_size() -> None:
     assert ranks.run(_gathered_again, 2) == 2 * [["0"]]
-
-
-def test_kept_units_are_the_last_that_fit_and_never_the_root() -> None:
-    order, sizes = [0, 1, 2, 3, 4], [100, 10, 10, 10, 10]
-    assert kept_units(order, sizes, 25, 0, set()) == {4, 3}
-    assert kept_units(order, sizes, 0, 2, set()) == {4, 3}
-    assert kept_units(order, sizes, 0, 0, set()) == set()
-    assert kept_units(order, sizes, 10**9, 0, {1}) == {4, 3, 2}
-    assert kept_units([0, 1, 2, 1], [0, 10, 10], 10, 0, set()) == {1}
-
-
-@pytest.mark.parametrize("wrong", [-1, "some", 1.5, True])
-def test_a_wrong_budget_is_refused(wrong: Any) -> None:
-    import fullshard as fs
-
-    with pytest.raises(fs.FullshardError, match="keep_full"):
-        fs.shard(nn.Linear(2, 2), keep_full=wrong)
