@@ -177,7 +177,7 @@ def test_simulation_inside_a_group_of_ranks_is_refused() -> None:
 
 
 def _scenario(network: Network, **said: Any) -> Scenario:
-    said = {"precision": "fp32", "warmup": 2, "steps": 3, "keep_full": 0, **said}
+    said = {"precision": "fp32", "warmup": 2, "steps": 3, "keep_full": 0, "merge_units": 0, **said}
     return Scenario(decoder("tiny", TINY, 16), network, CPU, **said)
 
 

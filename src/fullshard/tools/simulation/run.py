@@ -44,6 +44,7 @@ class Scenario:
     precision: str = "bf16"
     checkpoint_activations: bool = False
     keep_full: int | str | None = None
+    merge_units: int | None = None
     compiled: bool = False
     warmup: int = 3
     steps: int = 8
@@ -62,8 +63,8 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        said = {name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")}
-        parse(**said, precision="fp32", units=None, ignore=())
+        names = ("strategy", "across", "reduce", "keep_full", "merge_units")
+        parse(**{name: getattr(self, name) for name in names}, precision="fp32", units=None, ignore=())
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid a row a node, as torchrun would lay them."""
@@ -143,6 +144,7 @@ def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
         precision=PRECISIONS[scenario.precision],
         checkpoint_activations=scenario.checkpoint_activations,
         keep_full=scenario.keep_full,
+        merge_units=scenario.merge_units,
         materialize=scenario.what.initialize,
     )
     if scenario.compiled:
