@@ -14,7 +14,7 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo check test test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
+.PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
 	bench-checkpoint bench-plan clean
 
 help: ## List the targets
@@ -40,7 +40,10 @@ env: $(VENV)/.installed-test ## Make .venv and install the package with all it n
 demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RANKS=4 for four)
 	$(BIN)/python examples/demo.py $(if $(RANKS),--ranks $(RANKS))
 
-check: env lint types ## Lint, type check and the tests that need no ranks: about a minute, for daily work
+check: env ## Lint, types and the tests that need no ranks: a minute, for daily work
+	@$(MAKE) --no-print-directory -j 2 lint types test-pure
+
+test-pure: env
 	$(BIN)/python -m pytest -q tests/pure $(PYTEST_ARGS)
 
 test: env lint types ## Lint, type check and test: what the CI runs

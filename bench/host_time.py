@@ -74,12 +74,9 @@ class Net(nn.Module):
 def sharded(engine: str, model: Net) -> nn.Module:
     if engine == "fullshard":
         import fullshard as fs
-        from fullshard import options
-        from fullshard.plan import units
 
-        # A unit a block, as FSDP2 has them, and two gathers each: the cost of a unit is what is measured.
-        units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
-        return fs.shard(model, keep_full=0)
+        # One unit per block, as FSDP2 has them, and two gathers each: the cost per unit is what is measured.
+        return fs.shard(model, merge_units=0, keep_full=0)
     if engine == "FSDP2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

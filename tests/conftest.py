@@ -10,19 +10,13 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE / "support", HERE.parent / "src"):
-    if str(folder) not in sys.path:
+# Tests are in folders by what they need; some take a model or a check from another folder's file.
+for folder in (*sorted(HERE.glob("[a-z]*")), HERE.parent / "src"):
+    if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)
-
-# Tests are about blocks as units; their models are so small that all would be merged into one.
-from fullshard import options  # noqa: E402 - found by way of the path above
-from fullshard.plan import units  # noqa: E402
-
-units.MERGE_BYTES = units.TINY_BYTES = options.SMALL_BYTES = 0
-
 
 # Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = (

@@ -46,6 +46,7 @@ def shard(
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
+    merge_units: int | None = None,
     reduce: str = "auto",
     across: str = "replicate",
 ) -> M:
@@ -66,6 +67,8 @@ def shard(
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
         kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
+    merge_units: bytes up to which neighbouring small blocks share a unit, and below which a small model is
+        one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
         summed on the way by the backend; 'auto' takes the one that sends less between nodes.
     across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
@@ -166,6 +169,7 @@ def plan(
     units: Any = None,
     ignore: Any = (),
     keep_full: int | str | None = None,
+    merge_units: int | None = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
     runtime = engine_of(model)
@@ -179,6 +183,7 @@ def plan(
         units=units,
         ignore=ignore,
         keep_full=keep_full,
+        merge_units=merge_units,
         on_gpu=environment.compute_device(_model_device(model)).type == "cuda",
     )
     parallel = tensor_parallel.mesh_of(model)

@@ -52,6 +52,7 @@ class Options:
     check_gradients: bool
     prefetch: bool
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
+    merge_units: int | None  # None: by device, see plan/units.py
     reduce: str  # 'auto' until the ranks are known
     across: str  # hybrid: shards are the same on every node, or are cut once more
     on_gpu: bool  # the shards will be on a GPU: small means something else there
@@ -99,6 +100,7 @@ class ShardOptions(TypedDict, total=False):
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None
+    merge_units: int | None
     reduce: str
     across: str
 
@@ -164,6 +166,15 @@ def _keep_full(value: Any) -> int | None:
         return value
     raise OptionError(
         f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
+    )
+
+
+def _merge_units(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise OptionError(
+        f"merge_units is {value!r}",
+        "Give a number of bytes, 0 for one unit per block, or None for the default.",
     )
 
 
@@ -269,6 +280,14 @@ TABLE: dict[str, Option] = {
             "bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each "
             "kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.",
             _keep_full,
+        ),
+        Option(
+            "merge_units",
+            None,
+            "bytes up to which neighbouring small blocks share a unit, and below which a small model is one "
+            "unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not "
+            "merged.",
+            _merge_units,
         ),
         Option(
             "reduce",

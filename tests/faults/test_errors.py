@@ -409,9 +409,8 @@ class Poisoned(Net):
 
 
 def _poison(strategy: str) -> dict[str, Any]:
-    import fullshard as fs
 
-    model = fs.shard(build(Poisoned), strategy=strategy, check_gradients=True)
+    model = engines.shard_blocks(build(Poisoned), strategy=strategy, check_gradients=True)
     found: dict[str, Any] = {}
     for name, factor in (("nan", math.nan), ("inf", math.inf)):
         model.factor = factor

@@ -327,9 +327,8 @@ def test_a_peer_that_waits_for_a_third_rank_gives_no_verdict(make: Make, start: 
 
 
 def test_a_peer_that_leaves_is_missed_only_by_operations_it_had_no_part_in(
-    make: Make, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, start: Start, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "SETTLED_S", 0.0)
     mine, peer = make(0, 2), start(1, 2)
     number = wait_in(mine, "gather", "forward", "a")
     peer.do("r.begin('gather', 'forward', 'a', 1)", "r.end('gather', 1)")
@@ -340,6 +339,7 @@ def test_a_peer_that_leaves_is_missed_only_by_operations_it_had_no_part_in(
     assert mine.verdict("gather", number) is None, "the peer had done its part"
     mine.wait_end()
     number = wait_in(mine, "gather", "full", "a")
+    time.sleep(SETTLED_S)
     assert "rank 1: process has exited" in (mine.verdict("gather", number) or "")
 
 

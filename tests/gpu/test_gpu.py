@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 STEPS = 4
+# A unit per block, and one of 3 MiB kept full: by default a model this small is one unit that stays full.
+BLOCKS: dict[str, Any] = {"merge_units": 0, "keep_full": 4 * 2**20}
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 
 
@@ -119,7 +122,7 @@ def _shared_card(configurations: list[dict[str, object]]) -> list[tuple[object, 
         dist.init_process_group("gloo")
     rank, results = dist.get_rank(), []
     for configuration in configurations:
-        model = fs.shard(_net(), **configuration)
+        model = fs.shard(_net(), **(BLOCKS | configuration))
         results.append((*_train(model, rank), _whole(model)))
     return results
 
@@ -142,7 +145,7 @@ def _alone(configurations: list[dict[str, object]]) -> list[tuple[object, object
     _deterministic()
     results = []
     for configuration in configurations:
-        model = fs.shard(_net(), **configuration)
+        model = fs.shard(_net(), **(BLOCKS | configuration))
         results.append((*_train(model, 0), _whole(model)))
     return results
 
@@ -217,7 +220,7 @@ def test_bf16_and_fp16_with_a_scaler_train_on_fp32_masters() -> None:
 def _no_sync_and_memory() -> dict[str, object]:
     import fullshard as fs
 
-    model = fs.shard(_net(width=512, depth=8), precision="bf16")
+    model = fs.shard(_net(width=512, depth=8), precision="bf16", **BLOCKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batches = [_tokens(step, 0) for step in range(8)]
 
@@ -256,7 +259,7 @@ def _compiled() -> list[float]:
 
     losses = []
     for compiled in (False, True):
-        model = fs.shard(_net(), strategy="zero3")
+        model = fs.shard(_net(), strategy="zero3", **BLOCKS)
         if compiled:
             for block in model.blocks:
                 block.compile()

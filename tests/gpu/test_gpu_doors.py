@@ -131,7 +131,7 @@ def _inference() -> dict[str, Any]:
     _exact()
     rank = torch.distributed.get_rank()
     plain = _net()
-    model = fs.shard(copy.deepcopy(plain), keep_full=0)
+    model = fs.shard(copy.deepcopy(plain), merge_units=0, keep_full=0)
     x = _batch(0, rank)
     with torch.no_grad():
         expected = plain(x)

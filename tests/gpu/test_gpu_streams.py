@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+# A unit per block, of which one stays full: by default a model this small is one unit that stays full.
+BLOCKS: dict[str, Any] = {"merge_units": 0, "keep_full": 2**20}
 
 
 class Block(nn.Module):
@@ -85,7 +87,7 @@ def _watched(said: dict[str, Any], waits: bool, nodes: int) -> str:
                 said["mesh"] = init_device_mesh(
                     "cuda", (nodes, 4 // nodes), mesh_dim_names=("replicate", "shard")
                 )
-            model = fs.shard(_net(), **said)
+            model = fs.shard(_net(), **(BLOCKS | said))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             for _ in range(3):
                 tokens = torch.randint(0, 64, (4, 32), device="cuda")
@@ -121,9 +123,10 @@ def test_the_sanitizer_would_see_a_wire_that_does_not_wait() -> None:
 
 def _losses(configurations: list[dict[str, Any]]) -> list[list[float]]:
     import fullshard as fs
-    from fullshard.engine import direct
+    from fullshard.api import shard_with
+    from fullshard.policy import Integration, UnitPolicy
 
-    direct.MIN_BYTES = 1
+    in_place = Integration(policy_of=lambda _: UnitPolicy(direct_bytes=1))
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     rank, found = torch.distributed.get_rank(), []
@@ -131,7 +134,7 @@ def _losses(configurations: list[dict[str, Any]]) -> list[list[float]]:
         options = dict(said)
         if isinstance(options.get("precision"), dict):
             options["precision"] = fs.Precision(**options["precision"])
-        model = fs.shard(_net(), **options)
+        model = shard_with(in_place, _net(), strategy="zero3", units=None, ignore=(), **(BLOCKS | options))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses = []
         for step in range(40):

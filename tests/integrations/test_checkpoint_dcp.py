@@ -232,7 +232,6 @@ def test_stock_load_fills_the_state_dict_of_a_sharded_model(
 
 
 def _we_save(folder: str, make: type[nn.Module], options: dict[str, Any]) -> dict[str, Any]:
-    import fullshard as fs
     from fullshard.checkpoint import dcp
 
     if options.get("strategy") == "hybrid":
@@ -240,7 +239,7 @@ def _we_save(folder: str, make: type[nn.Module], options: dict[str, Any]) -> dic
 
         torch.distributed.init_process_group("gloo")
         options = options | {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-    model = fs.shard(build(make), **options)
+    model = engines.shard_blocks(build(make), **options)
     optimizer = adamw(model)
     train(model, optimizer, range(STEPS))
     assert dcp.save(folder, model, optimizer, extra=EXTRA) == Path(folder)
@@ -366,7 +365,7 @@ def test_fsdp2_reads_what_we_save_and_trains_on_alike(tmp_path: Path) -> None:
 def _save_and_load_elsewhere(folder: str, strategy: str) -> dict[str, Any]:
     import fullshard as fs
 
-    model = fs.shard(build(Odd, seed=7), strategy=strategy)
+    model = engines.shard_blocks(build(Odd, seed=7), strategy=strategy)
     optimizer = adamw(model)
     loaded = fs.load(folder, model, optimizer)
     return {

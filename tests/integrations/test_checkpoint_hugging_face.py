@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+import engines
 import ranks
 import reference
 import zoo
@@ -281,7 +282,7 @@ def _load_one(fs: Any, name: str, path: str, said: dict[str, Any]) -> dict[str, 
         model = build(name, seed=1)
     model.to(said.get("dtype", torch.float32))
     said.get("prepare", lambda _: None)(model)
-    model = fs.shard(model, **said.get("shard", {}))
+    model = engines.shard_blocks(model, **said.get("shard", {}))
     before = {key: value.clone() for key, value in _resting(model).items()}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

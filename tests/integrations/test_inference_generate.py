@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ranks
-from engines import my_rank
+from engines import my_rank, shard_blocks
 
 VOCABULARY = 61
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -63,11 +63,10 @@ def _generate(model: Any, rows: int = 2, **options: Any) -> Tensor:
 
 
 def _family(family: str) -> list[bool]:
-    import fullshard as fs
 
     model = _build(family)
     plain = copy.deepcopy(model)
-    fs.shard(model)
+    shard_blocks(model)
     same = [torch.equal(_generate(model, **way), _generate(plain, **way)) for way in WAYS]
     # What rank 1 made last but six ends its sequence: it is done before its number of tokens is reached.
     made = _generate(plain, rows=1)
@@ -90,7 +89,7 @@ def _inside(memory: Any) -> list[bool]:
     for family in ("llama", "t5"):
         model = _build(family)
         plain = copy.deepcopy(model)
-        fs.shard(model, strategy="zero2" if family == "t5" else "zero3")
+        shard_blocks(model, strategy="zero2" if family == "t5" else "zero3")
         with fs.inference(model, memory=memory):
             same += [
                 torch.equal(*(_generate(m, max_new_tokens=new) for m in (model, plain)))
@@ -108,7 +107,7 @@ def _gathered_units() -> list[list[str]]:
     import fullshard as fs
 
     model = _build("t5")
-    fs.shard(model)
+    shard_blocks(model)
     gather = model._fullshard.comm.shard_group.gather
     names: list[str] = []
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fullshard as fs
 import ranks
+from engines import BLOCKS
 from lightning_cases import Gan, Lit, Seen, assert_same_run, fitted, sharded
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -28,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _all_cases() -> dict[str, Seen]:
-    return {name: fitted(Lit, sharded(**ours), **run) for name, (ours, run) in CASES.items()}
+    return {name: fitted(Lit, sharded(**(BLOCKS | ours)), **run) for name, (ours, run) in CASES.items()}
 
 
 @pytest.fixture(scope="module")

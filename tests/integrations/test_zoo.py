@@ -1,16 +1,24 @@
-"""`fs.shard(model)` alone, no names given, trains every family with the numbers of one process."""
+"""`fs.shard(model)` alone, no names given, trains every family with the numbers of one process.
+
+These models are so small that each is one unit by default. So they train twice: as a user gets it, and with a
+unit per block, which shows that blocks, ties and experts of every family are found from its structure.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 import ranks
 import reference
 import zoo
+from engines import BLOCKS
 from reference import Trace
 from zoo import FAMILIES
 
 STEPS = 3
+DEFAULTS: dict[str, Any] = {}
 CLIP = 0.5  # below the usual gradient norm, so that clipping takes part
 
 
@@ -18,29 +26,30 @@ def _batch_of(name: str, step: int, rank: int) -> object:
     return FAMILIES[name].batch(2 * step + rank)
 
 
-def _train_on_rank(name: str, strategy: str) -> Trace:
+def _train_on_rank(name: str, strategy: str, options: dict[str, Any]) -> Trace:
     import os
 
     import fullshard as fs
 
     family = FAMILIES[name]
     rank = int(os.environ["RANK"])
-    model = fs.shard(zoo.build(family), strategy=strategy)
+    model = fs.shard(zoo.build(family), strategy=strategy, **options)
     batches = [_batch_of(name, step, rank) for step in range(STEPS)]
     return reference.train_rank(model, batches, family.loss, reference.adamw, STEPS, clip=CLIP)
 
 
-def _check(name: str, num_ranks: int, strategy: str = "zero3") -> None:
+def _check(name: str, num_ranks: int, strategy: str = "zero3", *ways: dict[str, Any]) -> None:
     family = FAMILIES[name]
     batches = [[_batch_of(name, step, rank) for rank in range(num_ranks)] for step in range(STEPS)]
     expected = reference.train(zoo.build(family), batches, family.loss, reference.adamw, STEPS, clip=CLIP)
-    traces = ranks.run(_train_on_rank, num_ranks, name, strategy, timeout_s=45)
-    reference.assert_close_trace(reference.combine(traces), expected, rtol=2e-5, atol=2e-6)
+    for options in ways or (BLOCKS,):
+        traces = ranks.run(_train_on_rank, num_ranks, name, strategy, options, timeout_s=45)
+        reference.assert_close_trace(reference.combine(traces), expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_sharded_on_two_ranks_trains_as_one_process_does(name: str) -> None:
-    _check(name, 2)
+    _check(name, 2, "zero3", DEFAULTS, BLOCKS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2_tied", "experts_skipped", "resnet_batchnorm", "lora"])

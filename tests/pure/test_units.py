@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +12,19 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.options import parse
-from fullshard.plan import units
 from fullshard.plan.plan import make_plan
-from fullshard.plan.schedule import Walk, backward_order, reduce_order, settle
-from fullshard.plan.units import find_units
+from fullshard.plan.schedule import Walk, backward_order, kept_units, reduce_order, settle
+from fullshard.plan.units import Unit, find_units
 
 
-def _names(model: nn.Module, units: object = None, ignore: object = ()) -> list[str]:
-    said = parse(units=units, ignore=ignore)
-    return [unit.name for unit in find_units(model, said)]
+def _units(model: nn.Module, merge_units: int | None = 0, **options: Any) -> list[Unit]:
+    """Of a model without ranks; a unit per block unless the test is about merging."""
+    defaults: dict[str, Any] = {"strategy": "zero3", "precision": "fp32", "units": None, "ignore": ()}
+    return find_units(model, parse(**(defaults | options), merge_units=merge_units))
+
+
+def _names(model: nn.Module, merge_units: int | None = 0, **options: Any) -> list[str]:
+    return [unit.name for unit in _units(model, merge_units, **options)]
 
 
 class Mlp(nn.Module):
@@ -85,8 +87,7 @@ def test_single_child_is_not_a_repeated_block() -> None:
 
 
 def test_large_embedding_tied_to_its_head_is_one_unit_and_a_small_one_stays_in_the_root() -> None:
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=())
-    units = find_units(Tied(rows=2**17), said)
+    units = _units(Tied(rows=2**17))
     assert [unit.name for unit in units] == ["", "embed", "blocks.0", "blocks.1"]
     assert len(units[1].modules) == 2
     assert not units[0].members
@@ -102,8 +103,8 @@ def test_classes_and_functions_choose_units() -> None:
 
 
 def test_ignored_parameters_are_in_no_unit() -> None:
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=("stem", "*.shrink.bias"))
-    held = {member.name for unit in find_units(Pyramid(), said) for member in unit.members}
+    units = _units(Pyramid(), ignore=("stem", "*.shrink.bias"))
+    held = {member.name for unit in units for member in unit.members}
     assert "stem.weight" not in held
     assert "stages.0.shrink.bias" not in held
     assert "stages.0.shrink.weight" in held
@@ -112,8 +113,7 @@ def test_ignored_parameters_are_in_no_unit() -> None:
 def test_parameter_tied_across_blocks_lies_in_the_unit_around_both() -> None:
     model = Pyramid()
     model.stages[0].blocks[1].layers[0].weight = model.stages[0].blocks[0].layers[0].weight
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=())
-    home = {m.name: unit.name for unit in find_units(model, said) for m in unit.members}
+    home = {m.name: unit.name for unit in _units(model) for m in unit.members}
     assert home["stages.0.blocks.0.layers.0.weight"] == "stages.0"
 
 
@@ -121,68 +121,89 @@ def test_parameter_tied_across_blocks_lies_in_the_unit_around_both() -> None:
 
 
 BLOCK_BYTES = 4 * sum(p.numel() for p in Mlp().parameters())
+ALL = 50 * BLOCK_BYTES  # of every model below more than its blocks, and less than all of it
 
 
-@pytest.fixture
-def merging(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Tests run without merging; this turns it on."""
-    return lambda size: monkeypatch.setattr(units, "MERGE_BYTES", size)
+class Headed(nn.Module):
+    """What it holds is its only child of consequence; the head makes the model larger than `ALL`."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(64, 64)
 
 
-def test_merging_is_on_by_default_and_no_merged_unit_is_larger_than_said(
-    merging: Callable[[int], None],
-) -> None:
-    source = ast.parse(Path(units.__file__).read_text())
-    assert any(ast.unparse(node).startswith("MERGE_BYTES = ") for node in source.body)
+def _body(model: nn.Module, merge_units: int | None = ALL, **options: Any) -> list[str]:
+    """Names of the units below `body`."""
+    root, *names = _names(Headed(model), merge_units, **options)
+    assert root == ""
+    return [name.removeprefix("body.") for name in names]
+
+
+def test_neighbours_share_a_unit_of_at_most_merge_units_bytes() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(Mlp() for _ in range(7))})
-    merging(BLOCK_BYTES)
-    assert _names(model) == ["", *(f"layers.{i}" for i in range(7))]
-    merging(2 * BLOCK_BYTES)
-    assert _names(model) == ["", "layers.0..1", "layers.2..3", "layers.4..5", "layers.6"]
-    merging(4 * BLOCK_BYTES - 1)
-    assert _names(model) == ["", "layers.0..2", "layers.3..5", "layers.6"]
-    merging(2**22)
-    assert _names(model) == ["", "layers.0..6"]
+    assert _body(model, BLOCK_BYTES) == [f"layers.{i}" for i in range(7)]
+    assert _body(model, 2 * BLOCK_BYTES) == ["layers.0..1", "layers.2..3", "layers.4..5", "layers.6"]
+    assert _body(model, 4 * BLOCK_BYTES - 1) == ["layers.0..2", "layers.3..5", "layers.6"]
+    assert _body(model, ALL) == ["layers.0..6"]
 
 
-def test_size_is_that_of_the_compute_dtype(merging: Callable[[int], None]) -> None:
-    merging(BLOCK_BYTES)
+def test_a_model_of_at_most_merge_units_bytes_is_one_unit_unless_activations_are_recomputed_by_unit() -> None:
+    model = Headed(nn.Sequential(*(Mlp() for _ in range(3))))
+    size = 4 * sum(p.numel() for p in model.parameters())
+    assert _names(model, size - 1) == ["", "body.0..2"]
+    assert _names(model, size) == [""]
+    assert _names(model, size, checkpoint_activations=True) == ["", "body.0..2"]
+
+
+def _of_mebibytes(*sizes: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(1024, 256 * size, bias=False) for size in sizes))
+
+
+def test_by_default_blocks_share_4_mebibytes_on_the_host_and_96_on_a_gpu() -> None:
+    model = _of_mebibytes(*[2] * 5)
+    assert _names(model, None) == ["", "0..1", "2..3", "4"]
+    assert _names(model, None, on_gpu=True) == ["", "0..4"]
+    assert _names(_of_mebibytes(*[32] * 5), None, on_gpu=True) == ["", "0..2", "3..4"]
+    for on_gpu in (False, True):
+        assert _names(_of_mebibytes(2, 2), None, on_gpu=on_gpu) == [""], "no more than 4 MiB are one unit"
+        assert _names(model, 0, on_gpu=on_gpu) == ["", *"01234"]
+
+
+@pytest.mark.parametrize("wrong", [-1, "all", 1.5, True])
+def test_a_wrong_threshold_is_refused(wrong: Any) -> None:
+    with pytest.raises(fs.FullshardError, match="merge_units is"):
+        fs.plan(Mlp(), ranks=2, merge_units=wrong)
+
+
+def test_size_is_that_of_the_compute_dtype() -> None:
     model = nn.Sequential(*(Mlp() for _ in range(4)))
-    said = parse(strategy="zero3", precision="bf16", units=None, ignore=())
-    assert [unit.name for unit in find_units(model, said)] == ["", "0..1", "2..3"]
+    assert _names(model, BLOCK_BYTES, precision="bf16") == ["", "0..1", "2..3"]
 
 
-def test_merged_unit_has_its_blocks_in_order_and_all_their_parameters(merging: Callable[[int], None]) -> None:
-    merging(2**22)
-    model = nn.Sequential(*(Mlp() for _ in range(3)))
-    root, unit = find_units(model, parse(strategy="zero3", precision="fp32", units=None, ignore=()))
-    assert unit.modules == tuple(model)
+def test_merged_unit_has_its_blocks_in_order_and_all_their_parameters() -> None:
+    model = Headed(nn.Sequential(*(Mlp() for _ in range(3))))
+    root, unit = _units(model, ALL)
+    assert unit.modules == tuple(model.body)
     assert unit.merged
-    assert [m.name for m in unit.members] == [name for name, _ in model.named_parameters()]
-    assert not root.members
-    assert "0..2" in str(fs.plan(model, ranks=2))
+    assert [m.name for m in unit.members] == [f"body.{name}" for name, _ in model.body.named_parameters()]
+    assert [m.name for m in root.members] == ["head.weight", "head.bias"]
+    assert "0..2" in str(fs.plan(model, ranks=2, merge_units=ALL))
 
 
-def test_small_block_is_not_divided_unless_activations_are_recomputed_by_unit(
-    merging: Callable[[int], None],
-) -> None:
-    merging(2 * BLOCK_BYTES)  # stages are larger, with three blocks each
-    assert _names(Pyramid()) == [
-        "",
-        *(f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..1", ".blocks.2")),
+def test_small_block_is_not_divided_unless_activations_are_recomputed_by_unit() -> None:
+    assert _body(Pyramid(), 2 * BLOCK_BYTES) == [  # stages are larger, with three blocks each
+        f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..1", ".blocks.2")
     ]
-    merging(2**22)
-    assert _names(Pyramid()) == ["", "stages.0..1"]
-    said = parse(strategy="zero3", precision="fp32", units=None, ignore=(), checkpoint_activations=True)
-    assert [unit.name for unit in find_units(Pyramid(), said)] == [
-        "",
-        *(f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..2")),
+    assert _body(Pyramid()) == ["stages.0..1"]
+    assert _body(Pyramid(), checkpoint_activations=True) == [
+        f"stages.{s}{blocks}" for s in range(2) for blocks in ("", ".blocks.0..2")
     ]
 
 
-def test_chosen_units_are_not_merged(merging: Callable[[int], None]) -> None:
-    merging(2**22)
-    assert _names(Pyramid(), units=Stage) == ["", "stages.0", "stages.1"]
+def test_chosen_units_are_not_merged() -> None:
+    assert _names(Pyramid(), None, units=Stage) == ["", "stages.0", "stages.1"]
 
 
 class Zipped(nn.Module):
@@ -193,31 +214,27 @@ class Zipped(nn.Module):
         self.tail = nn.Sequential(*(Mlp() for _ in range(2)))
 
 
-def test_only_what_is_likely_to_be_called_in_a_row_is_merged(merging: Callable[[int], None]) -> None:
-    merging(2**22)
+def test_only_what_is_likely_to_be_called_in_a_row_is_merged() -> None:
     side_by_side = [f"{name}.{i}" for name in ("mixers", "norms") for i in range(3)]
-    assert _names(Zipped()) == ["", *side_by_side, "tail.0..1"]
+    assert _body(Zipped()) == [*side_by_side, "tail.0..1"]
     by_name = nn.ModuleDict({"heads": nn.ModuleDict({"a": Mlp(), "b": Mlp()})})
-    assert _names(by_name) == ["", "heads.a", "heads.b"]
+    assert _body(by_name) == ["heads.a", "heads.b"]
     two_classes = nn.ModuleDict({"layers": nn.ModuleList([Mlp(), Mlp(), Stage(), Stage(), Mlp()])})
-    assert _names(two_classes) == ["", "layers.0..1", "layers.2..3", "layers.4"]
+    assert _body(two_classes) == ["layers.0..1", "layers.2..3", "layers.4"]
     convolutions = [m for _ in range(2) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
-    assert _names(nn.Sequential(*convolutions)) == ["", "0..4"]
+    assert _body(nn.Sequential(*convolutions)) == ["0..4"]
 
 
-def test_frozen_blocks_are_not_merged_with_blocks_that_train(merging: Callable[[int], None]) -> None:
-    merging(2**22)
+def test_frozen_blocks_are_not_merged_with_blocks_that_train() -> None:
     model = nn.Sequential(*(Mlp() for _ in range(4)))
     model[:2].requires_grad_(False)
-    assert _names(model) == ["", "0..1", "2..3"]
+    assert _body(model) == ["0..1", "2..3"]
 
 
-def test_parameter_tied_across_merged_blocks_lies_in_their_unit(merging: Callable[[int], None]) -> None:
-    merging(2**22)
+def test_parameter_tied_across_merged_blocks_lies_in_their_unit() -> None:
     model = nn.Sequential(*(Mlp() for _ in range(3)))
     model[2].layers[0].weight = model[0].layers[0].weight
-    found = find_units(model, parse(strategy="zero3", precision="fp32", units=None, ignore=()))
-    assert [len(unit.members) for unit in found] == [0, 11]
+    assert [len(unit.members) for unit in _units(Headed(model), ALL)] == [2, 11]
 
 
 # ---- the plan
@@ -227,7 +244,7 @@ def test_plan_is_pure_printable_and_adds_up() -> None:
     with torch.device("meta"):
         model = Pyramid()
     before = dict(model.named_parameters())
-    plan = fs.plan(model, ranks=4, precision="bf16")
+    plan = fs.plan(model, ranks=4, precision="bf16", merge_units=0)
     assert dict(model.named_parameters()) == before
     total = sum(p.numel() for p in model.parameters())
     assert plan.num_elements == total
@@ -314,3 +331,21 @@ def test_any_paths_settle_to_an_order_that_holds_every_unit(case: tuple[list[lis
             assert unit in order
     passed = [unit for unit, _ in walk.remaining()]
     assert passed == order
+
+
+# ---- what stays full
+
+
+def test_kept_units_are_the_last_that_fit_and_never_the_root() -> None:
+    order, sizes = [0, 1, 2, 3, 4], [100, 10, 10, 10, 10]
+    assert kept_units(order, sizes, 25, 0, set()) == {4, 3}
+    assert kept_units(order, sizes, 0, 2, set()) == {4, 3}
+    assert kept_units(order, sizes, 0, 0, set()) == set()
+    assert kept_units(order, sizes, 10**9, 0, {1}) == {4, 3, 2}
+    assert kept_units([0, 1, 2, 1], [0, 10, 10], 10, 0, set()) == {1}
+
+
+@pytest.mark.parametrize("wrong", [-1, "some", 1.5, True])
+def test_a_wrong_budget_is_refused(wrong: Any) -> None:
+    with pytest.raises(fs.FullshardError, match="keep_full"):
+        fs.plan(nn.Linear(2, 2), ranks=2, keep_full=wrong)

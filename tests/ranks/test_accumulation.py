@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import reference
-from engines import WIDTH, batch, block, build
+from engines import WIDTH, batch, block, build, shard_blocks
 
 STEPS, MICRO_BATCHES = 3, 3
 
@@ -44,9 +44,8 @@ def _loss(model: nn.Module, piece: Any) -> torch.Tensor:
 
 
 def _train(strategy: str) -> reference.Trace:
-    import fullshard as fs
 
-    model = fs.shard(build(Recurrent), strategy=strategy)
+    model = shard_blocks(build(Recurrent), strategy=strategy)
     pieces = [batch(step, int(os.environ["RANK"])) for step in range(STEPS * MICRO_BATCHES)]
     return reference.train_rank(model, pieces, _loss, reference.sgd, STEPS, accumulate=MICRO_BATCHES)
 
@@ -65,7 +64,7 @@ def _closure_brings_the_last(strategy: str) -> list[list[float]]:
 
     model = build(Recurrent)
     if strategy:
-        fs.shard(model, strategy=strategy)
+        shard_blocks(model, strategy=strategy)
     rank = int(os.environ["RANK"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

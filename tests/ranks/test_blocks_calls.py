@@ -14,7 +14,7 @@ import ranks
 import reference
 from block_models import Dropping
 from cases import ALL, Case, Outcome, Piece
-from engines import WIDTH, Net, batch, build, loss_of, my_rank
+from engines import WIDTH, Net, batch, build, loss_of, my_rank, shard_blocks
 
 STRATEGIES = ("zero3", "zero2", "replicate")
 
@@ -22,9 +22,8 @@ STRATEGIES = ("zero3", "zero2", "replicate")
 
 
 def _stale(strategy: str, how: str) -> tuple[tuple[str, str, str], Outcome]:
-    import fullshard as fs
 
-    model = fs.shard(build(), strategy=strategy)
+    model = shard_blocks(build(), strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = (loss_of(model, batch(step, my_rank())) for step in (0, 1))
     first.backward()
@@ -61,9 +60,8 @@ def test_backward_of_a_forward_from_before_the_step_is_refused_as_in_one_process
 
 
 def _late_hooks() -> list[tuple[int, ...]]:
-    import fullshard as fs
 
-    model = fs.shard(build())
+    model = shard_blocks(build())
     seen: list[tuple[int, ...]] = []
     for module, weight in (
         (model.blocks[1], model.blocks[1][0]),
@@ -377,14 +375,14 @@ def _call_methods() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     plain = build(HasMethods)
-    model = fs.shard(build(HasMethods))
+    model = shard_blocks(build(HasMethods))
     found["refused"] = cases.refusal(model.blocks[1].normalised)
     found["other"] = model.blocks[1].shapes()
     with fs.full(model):
         found["inside"] = reference.bitwise(
             model.blocks[1].normalised().detach(), plain.blocks[1].normalised().detach()
         )
-    replicated = fs.shard(build(HasMethods), strategy="replicate")
+    replicated = shard_blocks(build(HasMethods), strategy="replicate")
     found["replicate"] = reference.bitwise(
         replicated.blocks[1].normalised().detach(), plain.blocks[1].normalised().detach()
     )

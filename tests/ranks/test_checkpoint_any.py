@@ -555,7 +555,7 @@ OTHERS: list[tuple[type[nn.Module], type[nn.Module], str, str | None]] = [
     (Counted, Plain, "has 'count', which the model does not have", "but not in the model: 'count'"),
     (Plain, WithMemory, "", "extra state of 'memory' is not in the checkpoint: left as it was"),
     (WithMemory, Plain, "", "extra state of 'memory' belongs to no module here: left out"),
-    (TwoHeads, Tied, "'one.weight', 'other.weight' are not one tensor", "'one.weight' taken"),
+    (TwoHeads, Tied, "'one.weight', 'other.weight' are one tensor in the model", "'one.weight' was loaded"),
     (Plain, Wider, "'blocks.1.up.weight' has shape (11, 6)", None),
     (Wider, Plain, "'blocks.1.up.weight' has shape (12, 6)", None),
     (Counted, InWholeNumbers, "'count' is stored as torch.float32", None),

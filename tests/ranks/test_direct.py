@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import engines
 import ranks
 
 
@@ -60,17 +61,22 @@ def _net(kind: str) -> Net:
     return net
 
 
-def _train(kind: str, min_bytes: int, said: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+def _sharded(kind: str, direct_bytes: int, **said: Any) -> Net:
+    """Weights of a useful size would be too slow here: an integration may choose from which size on."""
+    from fullshard.api import shard_with
+    from fullshard.policy import Integration, UnitPolicy
+
+    integration = Integration(policy_of=lambda _: UnitPolicy(direct_bytes=direct_bytes))
+    defaults = {"strategy": "zero3", "precision": "fp32", "units": None, "ignore": ()}
+    return shard_with(integration, _net(kind), **(defaults | engines.BLOCKS | said))
+
+
+def _train(kind: str, direct_bytes: int, said: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
     """Trained parameters, and how many gradients were written in place."""
     import fullshard as fs
-    from fullshard.engine import direct
 
-    before, direct.MIN_BYTES = direct.MIN_BYTES, min_bytes
     written = 0
-    try:
-        model = fs.shard(_net(kind), **said)
-    finally:
-        direct.MIN_BYTES = before
+    model = _sharded(kind, direct_bytes, **said)
     send = model._fullshard.reduction._pack
 
     def pack(reduction: Any, gradients: Any) -> Any:
@@ -131,13 +137,8 @@ def _special() -> list[bool]:
     import copy
 
     import fullshard as fs
-    from fullshard.engine import direct
 
-    direct.MIN_BYTES, before = 1, direct.MIN_BYTES
-    try:
-        model = fs.shard(_net("plain"), strategy="replicate")
-    finally:
-        direct.MIN_BYTES = before
+    model = _sharded("plain", 1, strategy="replicate")
     x = torch.randn(2, 16, requires_grad=True)
     out = model(x).square().sum()
     (grad,) = torch.autograd.grad(out, x, create_graph=True)

@@ -219,9 +219,8 @@ def _hooked(strategy: str) -> tuple[dict[str, Tensor | None], dict[str, Tensor |
         return gradient * 2
 
     first = model.head.weight.register_hook(double)
-    import fullshard as fs
 
-    fs.shard(model, strategy=strategy)
+    engines.shard_blocks(model, strategy=strategy)
     second = model.blocks[1][0].bias.register_hook(double)
     backward(model)
     with_hooks = whole_gradients(model)
@@ -250,9 +249,8 @@ def test_tensor_hooks_see_whole_gradients_and_can_be_removed(strategy: str) -> N
 def _optimizer_in_backward(strategy: str, frozen_first: bool) -> tuple[dict[str, Tensor], int]:
     model = build()
     model.head.weight.requires_grad_(not frozen_first)
-    import fullshard as fs
 
-    fs.shard(model, strategy=strategy)
+    engines.shard_blocks(model, strategy=strategy)
     model.head.weight.requires_grad_(True)
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 import engines
 import ranks
 from engines import Net, batch, build, my_rank, sgd
-from fullshard import environment
-from fullshard.engine.inference import chosen
 
 BF16 = {"precision": "bf16"}
 EIGHT_BIT = "8 bit"
@@ -37,7 +34,7 @@ def _shard(model: nn.Module, said: dict[str, Any]) -> nn.Module:
 
     if said.get("precision") == EIGHT_BIT:
         said = {**said, "precision": fs.Precision(gather=torch.int8)}
-    return fs.shard(model, **said)
+    return engines.shard_blocks(model, **said)
 
 
 def _plain_loss(step: int, rank: int) -> float:
@@ -138,7 +135,7 @@ def _one_after_the_other() -> tuple[int, int]:
 
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     token = torch.zeros(1)
     if my_rank() == 0:
         with fs.inference(model) as kept:  # this machine has room for it all
@@ -179,7 +176,7 @@ class _Halves(nn.Module):
 def _different_paths() -> tuple[list[Tensor], list[str]]:
     import fullshard as fs
 
-    model = fs.shard(build(_Halves))
+    model = engines.shard_blocks(build(_Halves))
     gathered: list[str] = []
     line = model._fullshard.comm.shard_group
     gather = line.gather
@@ -231,7 +228,7 @@ def _merged_and_tied() -> list[Tensor]:
 
     model = build(Tied)
     plain = copy.deepcopy(model)
-    fs.shard(model)
+    fs.shard(model, merge_units=2000)
     assert any(unit.merged for unit in model._fullshard.units)
     x = torch.arange(6)
     for memory in ("all", 0):
@@ -253,7 +250,7 @@ def _merged_and_tied() -> list[Tensor]:
 
 
 def test_merged_tied_nested_copied_partial_and_whole_models_compute_inside_inference() -> None:
-    first, second = ranks.run(_merged_and_tied, 2, merge_bytes=2000)
+    first, second = ranks.run(_merged_and_tied, 2)
     assert torch.equal(first[0], second[0])
 
 
@@ -284,7 +281,7 @@ def _mistake(_: Tensor) -> None:
 def _refusals() -> float:
     import fullshard as fs
 
-    model = fs.shard(build(), precision="bf16")
+    model = engines.shard_blocks(build(), precision="bf16")
     optimizer = sgd(model.parameters())
     x = batch(0, 0)[0]
     loss = engines.loss_of(model, batch(0, my_rank()))
@@ -334,7 +331,7 @@ def _refusals() -> float:
     with _refused("is not sharded"), fs.inference(build()):
         pass
     with _refused("inside a forward"):
-        fs.shard(build(_Opening))(x)
+        engines.shard_blocks(build(_Opening))(x)
     with fs.full(model.head), _refused("a part of the model"), fs.inference(model):
         pass
     return _step(model, optimizer, 0, lambda: None)
@@ -349,7 +346,7 @@ def test_changes_and_backward_inside_inference_are_refused_by_name_and_training_
 def _one_rank_fails(memory: Any) -> tuple[float, int]:
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     optimizer = sgd(model.parameters())
     done = 0
     with contextlib.suppress(ValueError), fs.inference(model, memory=memory):
@@ -373,9 +370,8 @@ def test_an_error_that_one_rank_catches_around_inference_leaves_the_others_in_st
 
 
 def _decode_alone() -> None:
-    import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     with torch.no_grad():
         for step in range(2 + 3 * my_rank()):
             model(batch(step, 0)[0])
@@ -392,7 +388,7 @@ def _one_rank_enters() -> None:
 
     import fullshard as fs
 
-    model = fs.shard(build())
+    model = engines.shard_blocks(build())
     if my_rank() == 0:
         with fs.inference(model):
             model(batch(0, 0)[0])
@@ -463,44 +459,3 @@ def test_leaving_even_batches_early_ends_the_absence_of_a_rank_at_once() -> None
     want = [float(p.grad.norm()) for p in plain.parameters() if p.grad is not None]
     for found in ranks.run(_left_early, 2):
         assert found == pytest.approx(want, rel=1e-5)
-
-
-# --- what stays ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("budget", "free", "want"),
-    [
-        (100, set(), {0, 1, 2, 3}),
-        (39, set(), {0, 3}),
-        (40, set(), {0, 1, 2, 3}),
-        (20, set(), {0}),
-        (20, {2}, {0, 2}),
-        (9, set(), set()),
-        (0, {0, 1, 2, 3}, {0, 1, 2, 3}),
-    ],
-)
-def test_root_and_last_units_stay_and_room_is_left_for_one_that_comes_and_goes(
-    budget: int, free: set[int], want: set[int]
-) -> None:
-    assert chosen([5, 15, 10, 10], {0, 1, 2, 3}, free, budget) == want
-
-
-def test_units_outside_the_module_do_not_stay() -> None:
-    assert chosen([5, 15, 10, 10], {1, 3}, set(), 100) == {1, 3}
-    assert chosen([5, 15, 10, 10], {1, 3}, {0}, 24) == {0}
-
-
-def test_ranks_of_a_host_share_what_is_free_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    monkeypatch.setattr(environment, "_host_free", lambda: 1000)
-    monkeypatch.setattr(environment, "_container_free", lambda: [2000])
-    monkeypatch.setattr(environment, "launch", lambda: environment.Launch(local_ranks=4))
-    assert environment.free_bytes(device) == 250
-    monkeypatch.setattr(environment, "_container_free", lambda: [2000, -8])
-    assert environment.free_bytes(device) == 0
-
-
-def test_what_is_free_here_is_less_than_there_is() -> None:
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < environment.free_bytes(torch.device("cpu")) < most

@@ -45,9 +45,8 @@ class Uneven(nn.Module):
 
 def rest_of(strategy: str) -> list[dict[str, Any]]:
     """Of every lane: its sizes, and the bytes of the storages that its parameters lie in on this rank."""
-    import fullshard as fs
 
-    model = fs.shard(Uneven(), strategy=strategy)
+    model = engines.shard_blocks(Uneven(), strategy=strategy)
     found = []
     for lane in model._fullshard.lanes:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in lane.parameters}
@@ -88,7 +87,7 @@ def resting_after(strategy: str, precision: str, what: str) -> dict[str, Any]:
     """Bytes of full values, of postponed and outgoing gradients, after a whole step or an evaluation."""
     import fullshard as fs
 
-    model = fs.shard(engines.build(), strategy=strategy, precision=precision)
+    model = engines.shard_blocks(engines.build(), strategy=strategy, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters())
     if what == "evaluation":
         with torch.no_grad():
@@ -175,7 +174,7 @@ def gradient_memory(strategy: str) -> dict[bool, list[bool]]:
     """By trainability of the lane: which lanes have gradient shards or send buffers after a step."""
     import fullshard as fs
 
-    model = fs.shard(engines.build(Adapted), strategy=strategy)
+    model = engines.shard_blocks(engines.build(Adapted), strategy=strategy)
     with fs.accumulate(model):
         engines.loss_of(model, engines.batch(0, 0)).backward()
     engines.loss_of(model, engines.batch(1, 0)).backward()
@@ -272,9 +271,8 @@ def watched_steps(cases: list[tuple[str, str, bool]]) -> dict[tuple[str, str, bo
 
 def watched_step(kind: str, strategy: str, prefetch: bool) -> Watch:
     """Two whole steps and an evaluation: the first learns the order, the second follows it."""
-    import fullshard as fs
 
-    model = fs.shard(
+    model = engines.shard_blocks(
         engines.build(MODELS[kind]),
         strategy=strategy,
         prefetch=prefetch,

@@ -27,7 +27,7 @@ from cases import (
     trained_in_one_process,
     whole,
 )
-from engines import WIDTH, Net, build
+from engines import WIDTH, Net, build, shard_blocks
 
 # --- the surface ---------------------------------------------------------------------------------------
 
@@ -212,9 +212,7 @@ def _save_distributed(folder: str) -> None:
 def _load_distributed(folder: str, strategy: str) -> bool:
     import torch.distributed.checkpoint as dcp
 
-    import fullshard as fs
-
-    model = fs.shard(build(WithConv, seed=5), strategy=strategy)
+    model = shard_blocks(build(WithConv, seed=5), strategy=strategy)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])

@@ -31,7 +31,7 @@ from cases import (
     trained_in_one_process,
     whole,
 )
-from engines import WIDTH, Net, batch, block, build, loss_of, my_rank
+from engines import WIDTH, Net, batch, block, build, loss_of, my_rank, shard_blocks
 
 # --- casts, moves, freezing ----------------------------------------------------------------------------
 
@@ -463,10 +463,9 @@ def _adversarial(generator: nn.Module, critic: nn.Module, pieces: list[int]) -> 
 
 
 def _two_models(strategies: tuple[str, str]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    import fullshard as fs
 
     generator = sharded(strategies[0])
-    critic = fs.shard(build(_discriminator, seed=2), strategy=strategies[1])
+    critic = shard_blocks(build(_discriminator, seed=2), strategy=strategies[1])
     norms = _adversarial(generator, critic, [my_rank()])
     return norms, whole(generator), whole(critic)
 

@@ -34,6 +34,7 @@ MICRO_BATCHES = 3
 CLIP = 0.1  # well below the norms of all steps
 INF_STEP = 1
 FIRST_SCALE = 2.0**10
+BLOCK_BYTES = 6000  # of one block at fp32: the last one stays full from forward to backward
 
 
 class Block(nn.Module):
@@ -97,6 +98,7 @@ class Case:
     micro_batches: int = 1
     postpone: bool = False
     again: int = 0
+    defaults: bool = False  # one unit, kept full, as a user gets it for a model of this size
 
     def __str__(self) -> str:
         said = [self.strategy, self.mesh, str(PRECISION_NAMES.get(self.precision, self.precision))]
@@ -104,6 +106,7 @@ class Case:
         said += ["checkpoint"] if self.checkpoint else []
         said += [f"{self.micro_batches}_micro"] if self.micro_batches > 1 else []
         said += ["postponed"] if self.postpone else []
+        said += ["defaults"] if self.defaults else []
         return "-".join(s for s in said if s)
 
 
@@ -134,6 +137,7 @@ def cases_for(num_ranks: int) -> list[Case]:
     """Everything on two ranks; on one, three and four what the number of ranks could change."""
     everything = num_ranks == 2
     plain = [Case(strategy) for strategy in STRATEGIES]
+    defaults = [replace(case, defaults=True) for case in plain]
     hybrid = [Case("hybrid", mesh) for mesh in ("", *MESHES[num_ranks])]
     variants = [
         replace(case, precision=precision, prefetch=prefetch, checkpoint=checkpoint)
@@ -151,7 +155,7 @@ def cases_for(num_ranks: int) -> list[Case]:
     ]
     low = [replace(case, precision=p) for case in plain + hybrid[-1:] for p in ("bf16", "fp16")]
     chosen = [Case(s, precision=p) for s in ("zero1", "zero3") for p in PRECISION_NAMES if everything]
-    return list(dict.fromkeys(plain + hybrid + variants + accumulating + low + chosen))
+    return list(dict.fromkeys(plain + defaults + hybrid + variants + accumulating + low + chosen))
 
 
 # --- on a rank ----------------------------------------------------------------------------------------
@@ -174,6 +178,7 @@ def train_case(case: Case) -> Result:
         mesh=_mesh(case.mesh),
         prefetch=case.prefetch,
         checkpoint_activations=case.checkpoint,
+        **({} if case.defaults else {"merge_units": 0, "keep_full": BLOCK_BYTES}),
     )
     low = case.precision != "fp32"
     optimizer = (reference.sgd if low else reference.adamw)(model.parameters())

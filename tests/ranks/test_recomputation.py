@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import engines
 import ranks
 
 Result = tuple[list[float], dict[str, torch.Tensor]]  # losses, values
@@ -39,7 +40,7 @@ def _train(kind: str, recompute: bool) -> Result:
 
     torch.manual_seed(0)
     model = nn.Sequential(*[BLOCKS[kind]() for _ in range(3)], nn.Linear(6, 1))
-    fs.shard(model, checkpoint_activations=recompute)
+    engines.shard_blocks(model, checkpoint_activations=recompute)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     torch.manual_seed(1)

@@ -39,6 +39,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import fullshard as fs
 import ranks
 import reference
+from engines import shard_blocks
 from fullshard.data import Batches
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
@@ -147,7 +148,7 @@ class Training:
     def __init__(self, run: Run) -> None:
         self.run, self.rank = run, int(os.environ["RANK"])
         torch.manual_seed(1)
-        self.model = fs.shard(
+        self.model = shard_blocks(
             Gpt(run.dropout),
             strategy=run.strategy,
             precision=run.precision,
@@ -522,7 +523,7 @@ def _words(path: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("whom", ["all", "one"])
 def test_the_example_goes_on_after_torchrun_was_killed(whom: str, tmp_path: Path) -> None:
-    ranks.run(_example, 2, str(tmp_path / "whole"), fresh=True, timeout_s=LIMIT_S, merge_bytes=2**40)
+    ranks.run(_example, 2, str(tmp_path / "whole"), fresh=True, timeout_s=LIMIT_S)
     expected = (tmp_path / "whole-0.txt").read_text().splitlines()[1:]
     root = tmp_path / "run"
     with _torchrun(root) as process:

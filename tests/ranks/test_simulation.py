@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+import engines
 import ranks
 from fullshard import api
 from fullshard.errors import OptionError
@@ -176,7 +177,7 @@ def test_simulation_inside_a_group_of_ranks_is_refused() -> None:
 
 
 def _scenario(network: Network, **said: Any) -> Scenario:
-    said = {"precision": "fp32", "warmup": 2, "steps": 3, "keep_full": 0, **said}
+    said = {"precision": "fp32", "warmup": 2, "steps": 3, "keep_full": 0, "merge_units": 0, **said}
     return Scenario(decoder("tiny", TINY, 16), network, CPU, **said)
 
 
@@ -360,7 +361,7 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     if isinstance(options.get("precision"), dict):
         options["precision"] = fs.Precision(**options["precision"])
     with joined(Cluster(Network(4, Link(1e12, 0.0)), torch.device("cpu"))) as cluster:
-        fs.shard(model, **options)
+        fs.shard(model, **(engines.BLOCKS | options))
         tokens = torch.randint(0, 64, (2, 9))
         for _ in range(3):
             cluster.wire.traffic.clear()
@@ -373,6 +374,7 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     "said",
     [
         {},
+        {"merge_units": None, "keep_full": None},
         {"keep_full": 0},
         {"keep_full": "all"},
         {"keep_full": 30_000},

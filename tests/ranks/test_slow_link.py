@@ -39,14 +39,13 @@ class Wide(engines.Net):
 
 def main(rank: int, address: str, interface: str, folder: str) -> None:
     """Train with each strategy; leave what came out, and what it took, in `folder`, a file a rank."""
-    import fullshard as fs
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://{address}:29500", rank=rank, world_size=2)
     found: dict[str, Any] = {}
     mine = [engines.batch(step, rank) for step in range(engines.STEPS)]
     for strategy in STRATEGIES:
-        model = fs.shard(engines.build(Wide), strategy=strategy)
+        model = engines.shard_blocks(engines.build(Wide), strategy=strategy)
         torch.distributed.barrier()
         sent, start = transmitted(interface), time.monotonic()
         trace = reference.train_rank(model, mine, engines.loss_of, reference.adamw, engines.STEPS, clip=0.1)

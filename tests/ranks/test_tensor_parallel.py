@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import ranks
 import reference
 import tensor_parallel_models as models
+from engines import shard_blocks
 from reference import Trace, adamw
 
 STEPS = 3
@@ -61,7 +62,6 @@ def _freeze(model: nn.Module, case: Case) -> None:
 
 
 def _sharded(case: Case, mesh: DeviceMesh) -> models.Gpt:
-    import fullshard as fs
 
     model = _model(case)
     if mesh.get_rank():
@@ -72,7 +72,7 @@ def _sharded(case: Case, mesh: DeviceMesh) -> models.Gpt:
     if case.tied:
         model.head.weight = model.embed.weight  # parallelize_module has parted them
     _freeze(model, case)
-    return fs.shard(model, mesh=mesh if case.both_axes else mesh["dp"], **case.shard)
+    return shard_blocks(model, mesh=mesh if case.both_axes else mesh["dp"], **case.shard)
 
 
 def _train(case: Case, mesh: DeviceMesh) -> Trace:

@@ -20,6 +20,7 @@ import ranks
 import reference
 import tensor_parallel_models as models
 from cases import refusal
+from engines import BLOCKS, shard_blocks
 from reference import adamw
 
 SIZES = (7, 11)  # uneven parts
@@ -37,9 +38,8 @@ def _cut(mesh: DeviceMesh, **sizes: Any) -> models.Gpt:
 
 
 def _sharded(mesh: DeviceMesh, **options: Any) -> models.Gpt:
-    import fullshard as fs
 
-    return fs.shard(_cut(mesh), mesh=mesh["dp"], **options)
+    return shard_blocks(_cut(mesh), mesh=mesh["dp"], **options)
 
 
 def _batches(steps: int) -> list[list[models.Batch]]:
@@ -266,7 +266,7 @@ def _values(folder: str) -> dict[str, Any]:
     dcp.load(state, checkpoint_id=f"{folder}/dcp")
     with fs.full(model, writeback=False):
         found["dcp back"] = all(torch.equal(v, plain[n]) for n, v in models.whole(model).items())
-    found["plan"] = fs.plan(_cut(mesh)).parameter_bytes == fs.plan(model).parameter_bytes
+    found["plan"] = fs.plan(_cut(mesh), **BLOCKS).parameter_bytes == fs.plan(model).parameter_bytes
     return found
 
 

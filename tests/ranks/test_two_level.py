@@ -15,11 +15,9 @@ import reference
 def _train(said: dict[str, Any], nodes: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    import fullshard as fs
-
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (nodes, world // nodes), mesh_dim_names=("replicate", "shard"))
-    model = fs.shard(engines.build(), strategy="hybrid", mesh=mesh, **said)
+    model = engines.shard_blocks(engines.build(), strategy="hybrid", mesh=mesh, **said)
     rank = engines.my_rank()
     mine = [engines.batch(step, rank) for step in range(engines.STEPS)]
     sent: dict[str, int] = {}

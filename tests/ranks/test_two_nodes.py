@@ -36,12 +36,11 @@ STRATEGIES = ("zero3", "hybrid", "replicate")
 
 def main(folder: str) -> None:
     """Train with each strategy; leave what came out in `folder`, a file a rank."""
-    import fullshard as fs
 
     torch.set_num_threads(1)
     rank, found = engines.my_rank(), {}
     for strategy in STRATEGIES:
-        model = fs.shard(engines.build(), strategy=strategy)
+        model = engines.shard_blocks(engines.build(), strategy=strategy)
         mine = [engines.batch(step, rank) for step in range(engines.STEPS)]
         trace = reference.train_rank(model, mine, engines.loss_of, reference.adamw, engines.STEPS, clip=0.1)
         comm = model._fullshard.comm

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import engines
 import ranks
 from fullshard.tools.simulation.models import Decoder, gpt
 
@@ -150,7 +151,7 @@ def test_infinite_gradient_of_one_rank_is_seen_by_all_and_does_not_stay_in_the_r
 def _scattered(said: dict[str, object]) -> list[float]:
     import fullshard as fs
 
-    model = fs.shard(_net(), **said)
+    model = engines.shard_blocks(_net(), **said)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rank, losses = torch.distributed.get_rank(), []
     for step in range(6):

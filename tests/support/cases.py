@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import engines
 import reference
-from engines import WIDTH, Net, batch, build, loss_of, my_rank
+from engines import WIDTH, Net, batch, build, loss_of, my_rank, shard_blocks
 from reference import Trace
 
 ALL = ("zero3", "zero2", "zero1", "replicate")
@@ -55,9 +55,7 @@ def in_one_process(case: Case, num_ranks: int = 2) -> Outcome:
 
 
 def on_a_rank(case: Case, **options: Any) -> Outcome:
-    import fullshard as fs
-
-    model = fs.shard(build(case.make), **(case.options | options))
+    model = shard_blocks(build(case.make), **(case.options | options))
     case.after_shard(model)
     outcome = _train(case, model, case.optimizer(model.parameters()), [my_rank()], 1.0)
     whole = engines.whole("fullshard", model)
@@ -106,9 +104,7 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:
 
 
 def sharded(strategy: str = "zero3", make: Callable[[], nn.Module] = Net, **options: Any) -> nn.Module:
-    import fullshard as fs
-
-    return fs.shard(build(make), strategy=strategy, **options)
+    return shard_blocks(build(make), strategy=strategy, **options)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

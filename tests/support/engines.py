@@ -25,6 +25,11 @@ on_both_engines = pytest.mark.parametrize("engine", ENGINES, ids=["fullshard", "
 WIDTH = 8
 STEPS = 4
 
+# Users' defaults would make one unit of any model as small as those of the tests, and keep its values full
+# from forward to backward. These are the same two thresholds at the tests' scale: every block is a unit, the
+# last one stays full, the others are gathered again in backward.
+BLOCKS: dict[str, Any] = {"merge_units": 0, "keep_full": 1000}
+
 Piece = tuple[Tensor, Tensor]
 
 
@@ -108,12 +113,17 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.5)
 
 
-def shard(engine: str, model: nn.Module, **options: Any) -> nn.Module:
-    """Ours: `fs.shard(model)`. The rival's: `fully_shard` on each block, then on the root, as it asks."""
-    if engine == "fullshard":
-        import fullshard as fs
+def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
+    """`fs.shard` for a test about several units: a unit per block, as a model of a useful size has them."""
+    import fullshard as fs
 
-        return fs.shard(model, **options)
+    return fs.shard(model, **(BLOCKS | options))
+
+
+def shard(engine: str, model: nn.Module, **options: Any) -> nn.Module:
+    """Ours: `shard_blocks(model)`. The rival's: `fully_shard` on each block, then on the root."""
+    if engine == "fullshard":
+        return shard_blocks(model, **options)
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

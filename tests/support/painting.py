@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import reference
-from engines import build, my_rank
+from engines import build, my_rank, shard_blocks
 
 WIDTH = 6
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -188,15 +188,13 @@ def adamw(parameters: Any) -> Optimizer:
 
 
 def shard(make: Callable[[], nn.Module] = Zoo, **options: Any) -> nn.Module:
-    import fullshard as fs
-
     if "mesh" in options:
         from torch.distributed.device_mesh import init_device_mesh
 
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
-    return fs.shard(build(make), **options)
+    return shard_blocks(build(make), **options)
 
 
 def trained(model: nn.Module, make: Callable[[Any], Optimizer] = adamw, steps: int = 1) -> Optimizer:

@@ -4,12 +4,10 @@
     errors = ranks.run(fn, 2, expect_error=True)  # {rank: RankError}; a rank that hung is "Hang"
 
 Every rank sees the environment torchrun would give it and runs on one torch thread. Workers are forked
-from a server that has torch imported, and kept warm between runs, because starting two ranks costs 0.6 s
-and importing transformers in them another 3 s. After a run that did not go well everywhere all workers are
-ended: nobody knows what state they are in. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
-
-The models of tests are so small that all their blocks would be merged into one unit. So merging is off on
-ranks, and on for a run that asks: `ranks.run(fn, 2, merge_bytes=4096)`.
+from a server that has torch imported, and kept warm between runs, because starting two ranks costs 0.6 s.
+Test files that import transformers or lightning get workers from a server that has it imported too (4 s of
+CPU per rank otherwise). After a run that did not go well everywhere all workers are ended: nobody knows what
+state they are in. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
 
 A run has a time limit, always. At the limit every rank still running is asked for its stacks (faulthandler
 answers a signal even where Python is stuck in a collective), then killed.
@@ -21,12 +19,14 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing as mp
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import sys
@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,7 +43,16 @@ from typing import Any, NamedTuple
 
 __all__ = ["Outcome", "RankError", "RankFailure", "outcome", "run"]
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+# What a server has imported before it forks workers, by the library that the test file is about.
+COMMON = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "fullshard"]
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "t5")]
+PRELOADED = {
+    "": COMMON,
+    "transformers": [*COMMON, "transformers", "transformers.trainer", "accelerate", "peft", *MODELS],
+    "lightning": [*COMMON, "lightning"],
+}
+ABOUT = dict.fromkeys(("transformers", "accelerate", "peft", "zoo", "hf_runs"), "transformers")
+ABOUT |= dict.fromkeys(("lightning", "lightning_cases"), "lightning")
 GRACE_S = 5.0  # what the others get to come to an end after one rank has failed
 STACKS_SIGNAL = signal.SIGUSR1
 TESTS = Path(__file__).resolve().parents[1]
@@ -118,21 +128,21 @@ def outcome(
     grace_s: float | None = None,
     init: bool = False,
     fresh: bool = False,
-    merge_bytes: int = 0,
 ) -> Outcome:
     """`fn(*args)` on `ranks` processes, whatever comes of it.
 
     `init` starts a gloo process group first. With `fresh` a rank's process ends when `fn` returns, as a
-    script's would; otherwise it stays for the next run. Blocks are merged into units of `merge_bytes`.
+    script's would; otherwise it stays for the next run.
     """
     fresh = fresh or bool(os.environ.get("FULLSHARD_TEST_FRESH"))
     if fresh:
         _pool.end()
-    workers = _pool.first(ranks)
+    # A process that ends with its run imports what it needs itself, as a script would.
+    workers = _pool.first(ranks, "" if fresh else _library(fn.__module__))
     port = free_port()
     for rank, worker in enumerate(workers):
         environment = _environment(rank, ranks, port)
-        task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh, merge_bytes)
+        task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh)
         worker.pipe.send_bytes(pickle.dumps(task))
     result = _collect(workers, timeout_s, timeout_s if grace_s is None else grace_s)
     if fresh or result.errors:
@@ -171,7 +181,6 @@ class _Task:
     environment: dict[str, str]
     init: bool
     last: bool
-    merge_bytes: int
 
 
 @dataclass
@@ -201,15 +210,43 @@ class _Worker:
         self.process.join(5)
 
 
+@functools.cache
+def _library(module: str) -> str:
+    """Which of the servers knows the library that a test module imports, at its top or in a function."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    imported = re.findall(r"^ *(?:import|from) (\w+)", Path(path).read_text(), re.M) if path else []
+    return next((ABOUT[name] for name in imported if name in ABOUT), "")
+
+
+@functools.cache
+def _server(library: str) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED[library])
+    return server
+
+
+@contextlib.contextmanager
+def _forking_from(server: forkserver.ForkServer) -> Iterator[None]:
+    """multiprocessing has one server per process; a process is started by this function of it."""
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before
+
+
 class _Pool:
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
+        self.library = ""
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.count = 0
 
-    def first(self, ranks: int) -> list[_Worker]:
-        if any(not worker.process.is_alive() for worker in self.workers):
+    def first(self, ranks: int, library: str) -> list[_Worker]:
+        if library != self.library or any(not worker.process.is_alive() for worker in self.workers):
             self.end()
+        self.library = library
         while len(self.workers) < ranks:
             self.workers.append(self._start())
         return self.workers[:ranks]
@@ -218,11 +255,10 @@ class _Pool:
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
         stacks = Path(self.folder.name) / f"stacks-{self.count}"
         self.count += 1
-        with _one_thread_environment():
+        with _one_thread_environment(), _forking_from(_server(self.library)):
             process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
         theirs.close()
@@ -307,6 +343,7 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     environment = dict(os.environ)
+    gc.freeze()  # what the server has imported: 300,000 objects, which a collection need not walk every time
     while True:
         try:
             task: _Task = pickle.loads(pipe.recv_bytes())
@@ -333,13 +370,8 @@ def _die_with_parent() -> None:
 def _answer(task: _Task) -> tuple[str, bytes]:
     import torch
 
-    from fullshard import options
-    from fullshard.plan import units
-
     torch.manual_seed(0)
     random.seed(0)
-    units.MERGE_BYTES = task.merge_bytes
-    units.TINY_BYTES = options.SMALL_BYTES = 0
     try:
         if task.init:
             torch.distributed.init_process_group("gloo")
@@ -355,11 +387,18 @@ def _answer(task: _Task) -> tuple[str, bytes]:
         return "error", pickle.dumps(("error", (type(error).__name__, str(error), text, bases)))
 
 
+_num_modules = 0  # when objects were last frozen
+
+
 def _forget(environment: dict[str, str]) -> None:
     """Leave nothing of this run to the next: process group, environment, torch's global settings."""
     import torch
 
     gc.collect()
+    global _num_modules
+    if len(sys.modules) > _num_modules:
+        gc.freeze()  # garbage is gone: what is left of this run are modules that it imported
+        _num_modules = len(sys.modules)
     with contextlib.suppress(Exception):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -368,4 +407,5 @@ def _forget(environment: dict[str, str]) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)  # imports the compiler, even to change nothing

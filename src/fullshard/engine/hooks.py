@@ -392,10 +392,11 @@ def _places(unit: LiveUnit) -> dict[nn.Linear, Place]:
     for module, attribute in unit.sites:
         sites.setdefault(id(module._parameters[attribute]), []).append((module, attribute))
     found: dict[nn.Linear, Place] = {}
+    least = direct.MIN_BYTES if unit.policy.direct_bytes is None else unit.policy.direct_bytes
     for lane in unit.lanes:
         for index, (parameter, piece) in enumerate(zip(lane.parameters, lane.layout.pieces, strict=True)):
             module, attribute = sites[id(parameter)][0]
-            large = piece.num_elements * lane.dtypes.packed.itemsize >= direct.MIN_BYTES
+            large = piece.num_elements * lane.dtypes.packed.itemsize >= least
             alone = parameter.requires_grad and attribute == "weight" and len(sites[id(parameter)]) == 1
             alone &= not lane.specs  # tensor-parallel ones compute on DTensors
             if large and alone and type(module) is nn.Linear and "forward" not in vars(module):

@@ -68,6 +68,7 @@ class Runtime:
 
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]
+        self.root.others = self.units[1:]
         self.comm, self.options = comm, options
         self.lanes = [lane for unit in units for lane in unit.lanes]
         self.parameters = [p for lane in self.lanes for p in lane.parameters]

@@ -107,6 +107,7 @@ class LiveUnit:
         self.observer: Observer | None = None
         self.inner: list[LiveUnit] = []  # units inside this one's module
         self.inner_indices: frozenset[int] = frozenset()
+        self.others: Sequence[LiveUnit] = ()  # of the root: all other units of the model
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
         self.releasable = bool(self.storages)
         self.full_bytes = sum(lane.full_bytes for lane in lanes)
@@ -264,9 +265,9 @@ class LiveUnit:
                 yield place[name]
 
     def _own_modules(self, called: nn.Module) -> Iterator[nn.Module]:
-        inner = {id(m) for unit in self.inner for module in unit.modules for m in module.modules()}
-        if self.index:
-            yield from (m for m in called.modules() if id(m) not in inner)
+        others = (*self.inner, *self.others)
+        inner = {id(m) for unit in others for module in unit.modules for m in module.modules()}
+        yield from (m for m in called.modules() if id(m) not in inner)
 
     def trains(self) -> bool:
         return any(c.requires_grad for lane in self.lanes for c in lane.compute_parameters)

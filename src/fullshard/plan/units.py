@@ -5,7 +5,7 @@ With no choice given, units are found from the structure alone:
 - inside a block, a nested list of blocks counts when it holds most of the block (stages of stages);
 - a model of at most TINY_BYTES is one unit, the root;
 - blocks that follow each other in one container are one unit, up to MERGE_BYTES, and a block of no more
-  than that is not divided;
+  than that is not divided (the option merge_units replaces both thresholds);
 - an embedding or head of LARGE_BYTES or more is a unit of its own, both ends of a tie together;
 - what is left belongs to the root.
 """
@@ -251,8 +251,9 @@ def _merge(
 ) -> list[tuple[nn.Module, ...]]:
     """Blocks in definition order, grouped by the unit that they share."""
     sizes = {id(m.parameter): _full_bytes(m.parameter, options) for m in members}
-    # 0 switches it off everywhere.
-    most = CUDA_MERGE_BYTES if options.on_gpu and MERGE_BYTES else MERGE_BYTES
+    most = options.merge_units
+    if most is None:
+        most = CUDA_MERGE_BYTES if options.on_gpu else MERGE_BYTES
     if not options.checkpoint_activations:  # recomputes unit by unit, so small ones are useful
         small = [b for b in chosen if sum(sizes.get(id(p), 0) for p in b.parameters()) <= most]
         inside = {m for block in small for m in block.modules() if m is not block}
@@ -277,7 +278,8 @@ def _merge(
 def _is_tiny(members: list[Member], options: Options) -> bool:
     if options.checkpoint_activations:  # recomputes unit by unit
         return False
-    return sum(_full_bytes(m.parameter, options) for m in members) <= TINY_BYTES
+    most = TINY_BYTES if options.merge_units is None else options.merge_units
+    return sum(_full_bytes(m.parameter, options) for m in members) <= most
 
 
 def _full_bytes(parameter: nn.Parameter, options: Options) -> int:

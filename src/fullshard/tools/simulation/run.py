@@ -44,6 +44,7 @@ class Scenario:
     precision: str = "bf16"
     checkpoint_activations: bool = False
     keep_full: int | str | None = None
+    merge_units: int | None = None
     compiled: bool = False
     warmup: int = 3
     steps: int = 8
@@ -62,7 +63,8 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        parse(**{name: getattr(self, name) for name in ("strategy", "across", "reduce", "keep_full")})
+        names = ("strategy", "across", "reduce", "keep_full", "merge_units")
+        parse(**{name: getattr(self, name) for name in names})
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid one row per node, as torchrun numbers them."""
@@ -142,6 +144,7 @@ def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
         precision=PRECISIONS[scenario.precision],
         checkpoint_activations=scenario.checkpoint_activations,
         keep_full=scenario.keep_full,
+        merge_units=scenario.merge_units,
         materialize=scenario.what.initialize,
     )
     if scenario.compiled:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -34,17 +32,6 @@ def main(*arguments: str, terminal: bool = False) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(list(arguments))
     return code, out.getvalue(), err.getvalue()
-
-
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 # --- help -------------------------------------------------------------------------------------------------
@@ -137,32 +124,6 @@ def test_interrupted_command_prints_one_line_and_exits_with_130(monkeypatch: pyt
     assert main("inspect", "x") == (130, "", "fullshard: interrupted\n")
 
 
-IMPORTING = """
-import os, signal, sys
-class Interrupts:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupts())
-from fullshard_command import main
-sys.exit(main())
-"""
-
-
-def test_interrupt_while_torch_is_imported_is_one_line_and_130() -> None:
-    words = [sys.executable, "-c", IMPORTING, "inspect", "x"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fullshard: interrupted\n")
-
-
-def test_background_job_whose_shell_ignores_interrupts_ignores_them_from_the_first_moment() -> None:
-    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + IMPORTING
-    words = [sys.executable, "-c", code, "inspect", "x"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "interrupted" not in done.stderr
-
-
 def test_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
@@ -170,40 +131,6 @@ def test_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fullshard.checkpoint.tools.inspecting.inspect", fail)
     with pytest.raises(ZeroDivisionError):
         main("inspect", "x")
-
-
-WITHOUT = """
-import sys
-missing, sys.argv = sys.argv[1], ["fullshard", "--help"]
-class Gone:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == missing:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Gone())
-import runpy
-runpy.run_module("fullshard", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("library", ["typer", "rich"])
-def test_missing_library_is_one_line_that_names_the_extra(library: str) -> None:
-    done = python(WITHOUT, library)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f"fullshard: {library} is not installed. Run: pip install 'fullshard[cli]'\n"
-
-
-def test_help_loads_no_simulation_training_planning_or_foreign_library() -> None:
-    code = (
-        "import sys; from fullshard.tools import cli; "
-        "codes = [cli.main([*c, '--help']) for c in ([], ['plan'])]; "
-        "heavy = ('fullshard.tools.simulation', 'fullshard.training', 'fullshard.tools.planning', "
-        "'fullshard.hugging_face', 'transformers', 'accelerate', 'matplotlib', 'yaml', 'torch._dynamo'); "
-        "loaded = [name for name in sys.modules if name.startswith(heavy)]; "
-        "assert codes == [0, 0] and not loaded, (codes, loaded)"
-    )
-    done = python(code)
-    assert done.returncode == 0, done.stderr
 
 
 # --- tables -----------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""What importing the package loads, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_import_needs_torch_alone() -> None:
+    code = (
+        "import sys, fullshard; "
+        "extra = {'transformers', 'accelerate', 'lightning', 'peft', 'rich', 'typer', 'yaml', "
+        "'onnx', 'matplotlib', 'hypothesis', 'pytest'} & set(sys.modules); "
+        "extra |= {name for name in sys.modules if name.startswith('fullshard.tools.simulation')}; "
+        "assert not extra, extra"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_cpu_does_not_import_triton() -> None:
+    code = (
+        "import sys, torch; from fullshard.engine import quantize as q; before = set(sys.modules); "
+        "p = torch.zeros(1, q.packed_bytes(256), dtype=torch.uint8); q.pack(torch.ones(1, 256), p); "
+        "q.add_rows(p, torch.zeros(256), 1.0); assert 'triton' not in set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
