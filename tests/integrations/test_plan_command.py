@@ -342,6 +342,7 @@ def test_folder_that_is_no_model_hides_no_size_of_its_name(
     assert asked("gpt2", "--sequence", "64")[1]["parameters"] == PUBLISHED["gpt2"]
 
 
+# Blocks of 4 MiB: smaller ones would share a unit.
 OWN = """
 import torch
 from torch import nn
@@ -349,7 +350,7 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
@@ -361,7 +362,7 @@ class Looks(Net):
         return super().forward(x) if x.sum() > 0 else x.sum()
 
 def make():
-    return Net(), torch.randn(16, 64)
+    return Net(), torch.randn(16, 1024)
 
 class Shows(Net):
     def __init__(self):
@@ -370,14 +371,14 @@ class Shows(Net):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
-        seen = self.drop(x.repeat(64, 64) + self.blocks[0][0].bias[0])
+        seen = self.drop(x.repeat(64, 4) + self.blocks[0][0].bias[0])
         return super().forward(x) + seen.sum() * 0, seen
 
 def looking():
-    return Looks(), torch.randn(16, 64)
+    return Looks(), torch.randn(16, 1024)
 
 def showing():
-    return Shows(), torch.randn(16, 64)
+    return Shows(), torch.randn(16, 1024)
 """
 
 
@@ -386,9 +387,9 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
     said = (f"{tmp_path}/own.py:make", "--ranks", "2", "--precision", "fp32", "--memory", "1GiB")
     code, found = asked(*said)
     assert code == 0
-    assert found["parameters"] == 3 * (64 * 64 + 64)
+    assert found["parameters"] == 3 * (1024 * 1024 + 1024)
     # The batch; ReLU keeps its output, which is the next Linear's input; square keeps the last.
-    assert found["block_activation_bytes"] == 4 * 16 * 64 * 4
+    assert found["block_activation_bytes"] == 4 * 16 * 1024 * 4
     assert found["returned_bytes"] == 512  # the loss alone
 
 
@@ -492,8 +493,7 @@ def _need(subject: Subject, strategy: str, **said: Any) -> Any:
 
 # --- beside a real run ------------------------------------------------------------------------------------
 
-# More than 32 MiB at half precision: a smaller model keeps the memory of its full values between steps.
-RUN = sizes.Shape(4, 512, 8, 4, 1408, 8192, 128)
+RUN = sizes.Shape(4, 256, 8, 4, 704, 4096, 512)
 CASES = [
     ("own", "zero3", "fp32", False),
     ("own", "zero3", "bf16", True),
@@ -511,8 +511,8 @@ def _model(kind: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=4, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
-        intermediate_size=1408, vocab_size=8192, max_position_embeddings=128, use_cache=False,
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=704, vocab_size=4096, max_position_embeddings=512, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -523,7 +523,7 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
 
     model = fs.shard(_model(kind), strategy=strategy, precision=precision, checkpoint_activations=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, RUN.vocabulary, (2, 129 if kind == "own" else 128))
+    tokens = torch.randint(0, RUN.vocabulary, (2, 257 if kind == "own" else 256))
 
     def backward() -> None:
         out = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens)
@@ -537,11 +537,12 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         backward()
     changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
+    lanes = model._fullshard.lanes
+    # A model of this size keeps the memory of its full values between steps.
+    live = peak = sum(lane.full.untyped_storage().nbytes() for lane in lanes if not lane.permanent)
     for change in sorted(changes, key=lambda e: e.start_ns()):
         live += change.nbytes()
         peak = max(peak, live)
-    lanes = model._fullshard.lanes
     rest = sum(t.untyped_storage().nbytes() for lane in lanes for t in (lane.rest, lane.gradients.flat))
     state = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
     return rest + sum(v.untyped_storage().nbytes() for v in state), peak
@@ -551,7 +552,7 @@ def _beside(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, tuple[in
     found = []
     for kind, strategy, precision, recompute in cases:
         said = {"precision": precision, "recompute": recompute, "ranks": 1, "on_gpu": False}
-        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 128)), strategy, **said)
+        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 256)), strategy, **said)
         found.append((planned, _measured(kind, strategy, precision, recompute)))
     return found
 

@@ -319,7 +319,9 @@ def test_losses_norms_and_parameters_are_those_of_one_process(num_ranks: int, ca
     lambda case: case.precision in ("fp32", "bf16") and case.micro_batches == 1 and case.strategy != "hybrid"
 )
 def test_strategy_prefetch_and_recomputation_change_no_bit(num_ranks: int, case: Case) -> None:
-    same_bits(trace_of(num_ranks, case), trace_of(num_ranks, Case("zero3", precision=case.precision)))
+    # Norms are sums over units: with one unit their last bit may be another.
+    zero3 = Case("zero3", precision=case.precision, defaults=case.defaults)
+    same_bits(trace_of(num_ranks, case), trace_of(num_ranks, zero3))
 
 
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
