@@ -35,7 +35,7 @@ def test_example_trains_resumes_and_consolidates_under_lightnings_own_launcher(
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = map(float, re.findall(r"(?:epoch|two) (\d+\.\d+)", done.stdout))
     assert two < one < 5.5  # a byte drawn at random costs ln 256 = 5.55
-    assert "plain again: GPT" in done.stdout
+    assert "loaded as a plain GPT" in done.stdout
     assert not list(tmp_path.rglob("*.ckpt"))
 
 

@@ -256,7 +256,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_by_name_and_nothing_is_
     assert "None" in nothing
     assert "pixel_values" in images
     assert larger.startswith("DamagedCheckpoint: ")  # exit code 1
-    assert another.startswith("CheckpointError: ")
+    assert another.startswith("DamagedCheckpoint: ")
     assert "no config.json" in bare
     assert "there is no" in missing
     assert "contains checkpoints" in root

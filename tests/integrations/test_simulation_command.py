@@ -121,7 +121,9 @@ def test_model_of_ones_own_is_simulated(engine: str, tmp_path: Path) -> None:
         f"{tmp_path}/own.py:make", "--engine", engine, "--ranks", "4", "--steps", "1", "--json"
     )
     assert code == 0, err
-    assert json.loads(out)["engines"][engine]["messages"] > 3
+    assert (
+        json.loads(out)["engines"][engine]["messages"] >= 3
+    )  # a gather, a reduce, and which parameters were used
 
 
 def test_command_leaves_nothing_in_the_process() -> None:
@@ -196,7 +198,7 @@ def test_what_fsdp2_has_not_is_refused(said: tuple[str, ...]) -> None:
 def _traced(engine: str, said: dict[str, Any], path: str) -> dict[str, Any]:
     what = decoder("tiny", gpt(3, 32, 2, 64, context=16), 16)
     network = Network(8, Link(2e7, 20e-6), *((4, Link(1e9)) if said.get("strategy") == "hybrid" else ()))
-    scenario = Scenario(what, network, CPU, precision="fp32", **said)
+    scenario = Scenario(what, network, CPU, precision="fp32", merge_units=0, **said)
     with joined(Cluster(network, CPU)) as cluster:
         training = build(scenario, engine)
         for _ in range(2):
@@ -304,7 +306,7 @@ def test_timeline_of_a_gpu_holds_the_wire_for_its_time(tmp_path: Path) -> None:
     assert figures["wire_s"] <= took_s < 1.2 * figures["wire_s"]
     assert figures["step_s"] >= figures["wire_s"]
     assert figures["peak_bytes"] > 0
-    assert "forward blocks.0" in {one["name"] for one in rows["compute"]}
+    assert "forward blocks.0..3" in {one["name"] for one in rows["compute"]}  # merged: four small blocks
 
 
 def test_both_engines_share_a_timeline(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_memory_of_the_report_is_what_ranks_of_zero3_hold(run: Path) -> None:
     page = Page((run / "report.html").read_text())
     assert "rank 0" in page.texts["memory"]
     assert "one unsharded process" in page.texts["memory"]
-    assert "blocks.0" in page.texts["plan"]
+    assert "(root)" in page.texts["plan"]  # a model of this size is one unit
     assert "torch" in page.texts["versions"]
 
 

@@ -26,7 +26,7 @@ from fullshard.checkpoint.format import values
 from fullshard.checkpoint.format.values import INLINE_BYTES, Encoder, decode
 from fullshard.errors import CheckpointError
 
-SOURCE = str(Path(values.__file__).parents[2])
+SOURCE = str(Path(values.__file__).parents[3])
 quickly = settings(max_examples=300, deadline=None)
 TENSOR_DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
