@@ -343,10 +343,10 @@ def _agree_on_model(comm: Comm, model: nn.Module, units: list[Unit], options: Op
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     if len(set(comm.world.all_gather_object(digest))) == 1:
         return
-    everyone, members = comm.world.all_gather_object(rows), comm.world.members
-    for rank, theirs in zip(members, everyone, strict=True):
-        if theirs != everyone[0]:
-            here, there = _first_difference(theirs, everyone[0])
+    by_rank, members = comm.world.all_gather_object(rows), comm.world.members
+    for rank, theirs in zip(members, by_rank, strict=True):
+        if theirs != by_rank[0]:
+            here, there = _first_difference(theirs, by_rank[0])
             raise RankMismatch(
                 f"rank {rank} has {here}, where rank {members[0]} has {there}",
                 "Build the same model with the same options on every rank.",

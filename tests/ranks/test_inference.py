@@ -314,7 +314,7 @@ def _refusals() -> float:
             model(x)
         first.data.copy_(kept)
     with _refused("changed through p.data"), fs.inference(model):
-        model.__dict__["_fullshard"].gathering.inference._tells_at_once = False  # as on a GPU
+        model.__dict__["_fullshard"].gathering.inference._reports_at_once = False  # as on a GPU
         first.data.mul_(2.0)
         model(x)
         first.data.copy_(kept)  # out again before leaving

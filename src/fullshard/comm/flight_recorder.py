@@ -1,7 +1,7 @@
 """Each rank's flight recorder: its collectives, in a file that outlives the process.
 
 Every rank writes its operations into a small mapped file; ranks of one host read each other's. The kernel
-keeps the file when the process is stopped, killed or stuck in C, so the others can always tell where it was.
+keeps the file when the process is stopped, killed or stuck in C, so the others can always see where it was.
 
     begin        this rank issued the operation (several may be in flight on a channel: prefetch)
     wait_begin   this rank is blocked until the operation is done
@@ -98,7 +98,7 @@ class FlightRecorder:
             file.flush()
             mapped = mmap.mmap(file.fileno(), size_bytes)
             self._inode = os.fstat(file.fileno()).st_ino
-        os.replace(new, self._path)  # peers see a whole file or none; a stale one of an earlier run goes
+        os.replace(new, self._path)  # peers see a complete file or none; a stale one of an earlier run goes
         return mapped
 
     def channels(self) -> list[str]:
@@ -211,7 +211,7 @@ class FlightRecorder:
             return place
         new = found.place()
         age_s = (time.monotonic_ns() - self._created_ns) / 1e9
-        # Dead before this rank began: it cannot be told from the file of an earlier run.
+        # Dead before this rank began: it cannot be distinguished from the file of an earlier run.
         stale = new and (new.left or not new.alive) and new.since_s > age_s
         if new is None or (stale if peer is None else peer.inode == found.inode):
             found.close()

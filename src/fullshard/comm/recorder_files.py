@@ -21,7 +21,7 @@ HEADER = struct.Struct("=8sQqqqqq")
 LEFT_WORD = 6
 SEQUENCE_OFFSET = 64
 # Sixteen events, not one behind a lock: the event a reader copies is not overwritten before 15 more are
-# published, so a reader never starves, and a writer that is killed half-way leaves the previous one whole.
+# published, so a reader never starves, and a writer that is killed half-way leaves the previous one intact.
 EVENTS = 16
 EVENT = struct.Struct("=qqq24sqqq")  # sequence, waiting, number, label, step, time_ns, sequence
 NAMES_OFFSET = SEQUENCE_OFFSET + 8 + EVENTS * EVENT.size

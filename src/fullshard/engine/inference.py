@@ -72,7 +72,7 @@ class InferenceSession:
         self._marks = list(_marks(self._lanes))
         self._marked = self._read_marks()
         self._differed = torch.zeros((), dtype=torch.bool, device=comm.device)  # marks did, in some pass
-        self._tells_at_once = comm.device.type == "cpu"  # elsewhere, reading it would make the device wait
+        self._reports_at_once = comm.device.type == "cpu"  # elsewhere, reading it would make the device wait
         for unit in self._units:
             unit.await_all()
         try:
@@ -162,7 +162,7 @@ class InferenceSession:
         if unit.index == 0:
             for now, before in zip(self._read_marks(), self._marked, strict=True):
                 self._differed |= torch.ne(now, before).any()
-            if self._tells_at_once:
+            if self._reports_at_once:
                 self._refuse_difference()
 
     def _refuse_difference(self) -> None:

@@ -45,7 +45,7 @@ def pack(values: Tensor, packed: Tensor, residual: Tensor | None = None) -> None
     if residual is not None:
         _check("residual", residual, 2, _KEPT)
         if residual.shape != values.shape or residual.device != values.device:
-            raise ValueError(f"residual {_told(residual)} does not match values {_told(values)}")
+            raise ValueError(f"residual {_described(residual)} does not match values {_described(values)}")
     if not elements:
         return
     if not values.is_cuda or (kernels := _kernels()) is None:
@@ -90,9 +90,9 @@ def add_rows(packed: Tensor, out: Tensor, factor: float) -> None:
 
 def _check(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, not {_told(tensor)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, not {_described(tensor)}")
     if tensor.dim() != dimensions or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, with {dimensions} dimensions, not {_told(tensor)}")
+        raise ValueError(f"{name} must be contiguous, with {dimensions} dimensions, not {_described(tensor)}")
 
 
 def _check_packed(packed: Tensor, rows: int, elements: int, other: Tensor) -> int:
@@ -106,14 +106,14 @@ def _check_packed(packed: Tensor, rows: int, elements: int, other: Tensor) -> in
     ):
         raise ValueError(
             f"packed must be a contiguous uint8 tensor of shape {(rows, row_bytes)} on {other.device} for "
-            f"{rows} rows of {elements} elements, not {_told(packed)}"
+            f"{rows} rows of {elements} elements, not {_described(packed)}"
         )
     if packed.data_ptr() % ROW_ALIGN_BYTES:
         raise ValueError(f"packed must begin at a multiple of {ROW_ALIGN_BYTES} bytes")
     return row_bytes
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
 
 

@@ -34,7 +34,7 @@ LARGE_BYTES = 16 * 2**20
 # settings interleaved, step time against no merging (median of ratios, one run): GPT of 0.3M parameters in
 # 6 blocks 0.85 with 4, 0.85 with 8, 0.86 with 16 MiB; 3.2M in 16 blocks 0.76, 0.87, 0.88; 25M in 32 blocks
 # of 3 MiB, which 4 MiB leaves apart, 1.00, 1.10, 1.10. Settings that made the same units differed by up to
-# 14%: merging helps small models, but 4, 8 and 16 MiB are not told apart by this. 4 holds the least memory.
+# 14%: merging helps small models, but this does not separate 4, 8 and 16 MiB. 4 holds the least memory.
 MERGE_BYTES = 4 * 2**20
 # On a GPU the host's time decides. GPT of 124M in 12 blocks, bf16, on an H200 (8 simulated ranks, one run,
 # median ms per step; the plain model takes 22.6): 31.7 with 4, 29.8 with 32, 28.5 with 48, 26.3 with 96 MiB.

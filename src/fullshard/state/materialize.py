@@ -1,4 +1,4 @@
-"""Meta-device models: memory and values unit by unit, so that no rank ever holds the whole model.
+"""Meta-device models: memory and values unit by unit, so that no rank ever holds the entire model.
 
 Every tensor gets memory that is filled with a marker, a ValueSource sets it, and what still holds the marker
 was not initialised: an error lists it. A non-persistent buffer that only `__init__` computes (a rotary table,

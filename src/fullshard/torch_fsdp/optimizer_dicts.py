@@ -201,9 +201,9 @@ def _agree(parts: Parts, together: dict[tuple[int, str, torch.dtype], list[Site]
     mine = sorted(f"{key} of {site.name!r}" for (_, key, _), members in together.items() for site in members)
     if not parts.runtimes:
         return
-    everyone, ranks = parts.comm.all_gather_object(mine), parts.comm.members
-    for rank, theirs in zip(ranks, everyone, strict=True):
-        strange = sorted(set(theirs) ^ set(everyone[0]))
+    by_rank, ranks = parts.comm.all_gather_object(mine), parts.comm.members
+    for rank, theirs in zip(ranks, by_rank, strict=True):
+        strange = sorted(set(theirs) ^ set(by_rank[0]))
         if strange:
             raise RankMismatch(
                 f"the optimizers of rank {rank} and rank {ranks[0]} differ: only one has {strange[0]}",

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`: torch's stock scaler, since gradients here tell all ranks what is not finite."""
+"""`ShardedGradScaler`: torch's stock scaler, since its check of gradients is global here."""
 
 from __future__ import annotations
 

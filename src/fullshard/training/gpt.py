@@ -47,7 +47,7 @@ class GPTConfig:
         for name in ("num_layers", "num_heads", "width", "context", "vocabulary"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise OptionError(f"{name} of a GPT is {value!r}", "Give a whole number of at least 1.")
+                raise OptionError(f"{name} of a GPT is {value!r}", "Give an integer of at least 1.")
         for name, known in (("norm", NORMS), ("positions", POSITIONS)):
             if getattr(self, name) not in known:
                 raise OptionError(
@@ -114,7 +114,7 @@ def _turned(x: Tensor) -> Tensor:
     """Each pair of channels turned by an angle that grows with the position.
 
     The angles are computed here, in fp32, and not handed from block to block: a sharded block casts what it
-    is given to its compute dtype, and bf16 cannot tell position 300 from 301.
+    is given to its compute dtype, and bf16 cannot distinguish position 300 from 301.
     """
     length, half = x.shape[-2], x.shape[-1] // 2
     speeds = _ROTARY_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)

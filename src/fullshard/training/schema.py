@@ -111,7 +111,7 @@ def _plain(kind: Any, given: Any, source: Source, key: str) -> Any:
             raise _wrong(source, key, given, "a number")
         return number
     if type(given) is not kind:
-        names = {int: "a whole number", str: "a text", bool: "true or false"}
+        names = {int: "an integer", str: "a text", bool: "true or false"}
         raise _wrong(source, key, given, names[kind])
     return given
 

@@ -1,7 +1,7 @@
 """Traces what a conversion does to stored tensors, by running it on labels instead of values.
 
 A conversion stacks tensors, concatenates or splits them, or reorders their rows. It is run on small
-integers, a few per row; where they end up tells which bytes of the files make up each resulting tensor,
+integers, a few per row; where they end up shows which bytes of the files make up each resulting tensor,
 without reading any. A conversion that computes, or changes the inside of rows, is refused.
 """
 

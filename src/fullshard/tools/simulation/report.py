@@ -12,7 +12,7 @@ from fullshard.tools.simulation.measure import Figures
 from fullshard.tools.simulation.run import Result, Scenario
 
 _ALWAYS = ("step", "exposed communication", "wire in use", "sent", "messages")
-_SAID = (
+_OPTIONS = (
     "rank",
     "strategy",
     "across",
@@ -58,7 +58,7 @@ def as_json(scenario: Scenario, results: list[Result]) -> dict[str, Any]:
         "about": scenario.what.about,
         "network": asdict(scenario.network),
         "device": str(scenario.device),
-        **{name: getattr(scenario, name) for name in _SAID},
+        **{name: getattr(scenario, name) for name in _OPTIONS},
         "engines": {result.engine: _engine_json(result) for result in results},
     }
 
