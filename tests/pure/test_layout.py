@@ -18,6 +18,7 @@ from fullshard.plan.layout import (
     Piece,
     align_elements,
     boxes,
+    laid_out_elements,
     lay_out,
     memory_order,
     round_up,
@@ -224,3 +225,12 @@ def test_rounding_up_gives_the_next_multiple(value: int, multiple: int) -> None:
 def test_alignment_is_of_bytes_for_every_dtype() -> None:
     for a, b in itertools.pairwise(sorted({dtype.itemsize for dtype in DTYPES})):
         assert align_elements(a) * a == align_elements(b) * b == ALIGN_BYTES
+
+
+@repeatable
+@given(st.lists(st.integers(0, 1000), max_size=8), RANKS, st.sampled_from((4, 16, 256)))
+def test_elements_of_a_layout_are_known_without_laying_it_out(
+    sizes: list[int], ranks: int, align: int
+) -> None:
+    named = [(str(i), (size,), (0,)) for i, size in enumerate(sizes)]
+    assert laid_out_elements(sizes, ranks, align) == lay_out(named, ranks, align).total

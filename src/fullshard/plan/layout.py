@@ -144,6 +144,11 @@ def lay_out(
     return Layout(tuple(pieces), ranks, round_up(-(-offset // ranks), align))
 
 
+def laid_out_elements(sizes: Sequence[int], ranks: int, align: int) -> int:
+    """Elements of the layout that `lay_out` makes for parameters of these sizes, padding included."""
+    return ranks * round_up(-(-sum(round_up(size, align) for size in sizes) // ranks), align)
+
+
 def with_regions(layout: Layout, regions: Sequence[Region | None]) -> Layout:
     """The same layout, with its pieces marked as parts of larger tensors."""
     pairs = zip(layout.pieces, regions, strict=True)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from fullshard.options import Options
-from fullshard.plan.layout import Layout, align_elements, lay_out, with_regions
+from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
 from fullshard.plan.schedule import Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import Member, Unit, find_units, looks_up_only
 from fullshard.precision import BLOCK, PRESETS, LaneDtypes, lane_dtypes, packed_bytes
+
+BLOCK_PADDING = 0.01  # of a unit's full bytes: what aligning parameters to blocks may add
 
 _Row = tuple[str, str, str, str, str, str, str]
 
@@ -178,17 +181,34 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
         parameter = member.parameter
         fixed = own.compute is not None and member.keeps_dtype
         groups.setdefault((parameter.dtype, parameter.requires_grad, fixed), []).append(member)
+    dtypes = [
+        lane_dtypes(dtype, trainable, PRESETS["fp32"] if fixed else own, options.reduce == "scatter")
+        for dtype, trainable, fixed in groups
+    ]
+    aligns = _aligns(list(zip(dtypes, groups.values(), strict=True)), ranks)
     lanes = []
-    for (dtype, trainable, fixed), members in groups.items():
-        precision = PRESETS["fp32"] if fixed else own
-        dtypes = lane_dtypes(dtype, trainable, precision, options.reduce == "scatter")
-        shapes = [(m.name, m.shape, m.order) for m in members]
-        align = BLOCK if dtypes.in_blocks else align_elements(dtypes.narrowest_bytes)
-        layout = lay_out(shapes, ranks, align)
+    for (_, trainable, _), members, each, align in zip(groups, groups.values(), dtypes, aligns, strict=True):
+        layout = lay_out([(m.name, m.shape, m.order) for m in members], ranks, align)
         if any(m.region is not None for m in members):
             layout = with_regions(layout, [m.region for m in members])
-        lanes.append((LanePlan(layout, dtypes, trainable), members))
+        lanes.append((LanePlan(layout, each, trainable), members))
     return lanes
+
+
+def _aligns(lanes: Sequence[tuple[LaneDtypes, list[Member]]], ranks: int) -> list[int]:
+    """Elements to which each lane of a unit aligns parameters and intervals: BLOCK where that pads little.
+
+    Then no block of BLOCK elements of a parameter is on two ranks, and states that are kept per block do not
+    depend on the number of ranks. One decision for all lanes of a unit: a lane of few small parameters may be
+    padded by much more than the limit if it is a small part of the unit.
+    """
+    needed = [BLOCK if d.in_blocks else align_elements(d.narrowest_bytes) for d, _ in lanes]
+    packed = blocked = 0
+    for (dtypes, members), align in zip(lanes, needed, strict=True):
+        sizes = [prod(m.shape) for m in members]
+        packed += laid_out_elements(sizes, ranks, align) * dtypes.compute.itemsize
+        blocked += laid_out_elements(sizes, ranks, BLOCK) * dtypes.compute.itemsize
+    return [BLOCK] * len(lanes) if blocked - packed < BLOCK_PADDING * packed else needed
 
 
 def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
