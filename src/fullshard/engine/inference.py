@@ -194,7 +194,7 @@ def _is_current(lane: Lane) -> bool:
     if lane.permanent or (lane.dtypes.eight_bit_gather and lane.comm.ranks > 1 and not lane.replicated):
         return True
     own = lane.full if lane.replicated else lane.own
-    return torch.equal(as_bytes(own), as_bytes(lane.rest.to(own.dtype)))
+    return torch.equal(as_bytes(own), as_bytes(lane.home.stage(lane.rest).to(own.dtype)))
 
 
 def _marks(lanes: Sequence[Lane]) -> Iterator[list[torch.Tensor]]:
