@@ -21,18 +21,23 @@ torch.set_num_threads(1)
 # Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = (
     "test_documents",
-    "test_small_models",
-    "test_numbers",
-    "test_checkpoint_failures",
-    "test_behaviours_kinds",
-    "test_cli_launch",
-    "test_train_command",
-    "test_behaviours",
-    "test_checkpoint_hugging_face",
     "test_plan_command",
-    "test_checkpoint_any",
+    "test_examples",
+    "test_numbers",
+    "test_small_models",
+    "test_train_command",
+    "test_checkpoint_failures",
+    "test_cli_launch",
+    "test_behaviours_kinds",
     "test_two_nodes",
     "test_resume",
+    "test_checkpoint_command",
+    "test_checkpoint_crash",
+    "test_checkpoint_any",
+    "test_hf_options",
+    "test_checkpoint_hugging_face",
+    "test_lightning_launch",
+    "test_slow_link",
 )
 
 
