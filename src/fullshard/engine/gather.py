@@ -8,7 +8,7 @@ unit's gather in backward, a rank has sent its gradients of every unit that come
 those it skipped); and before it sends a unit's gradients, it has taken part in that unit's gather.
 
 A unit is released in `leave` (after its forward), in `end_pass` (what the walk still lists, and what is not
-kept for backward), in `Runtime._ended` (its gradients are complete) and in `end_backward` (everything).
+kept for backward), in `Runtime._end_unit` (its gradients are complete) and in `end_backward` (everything).
 """
 
 from __future__ import annotations

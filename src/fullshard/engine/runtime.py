@@ -80,7 +80,7 @@ class Runtime:
         # Set while scripts still initialise a new model's values; called before units are opened.
         self.initialising: Callable[[], None] | None = None
         self._units_by_module = {module: unit for unit in units for module in unit.modules}
-        self._computing = [c for lane in self.lanes for c in lane.compute_parameters]
+        self._compute_parameters = [c for lane in self.lanes for c in lane.compute_parameters]
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
         self._tasks: list[int] = []
@@ -254,13 +254,13 @@ class Runtime:
 
     def refuse_unseen_backward(self) -> None:
         """A backward that came to a unit's parameters past all its nodes was never reduced: say so."""
-        if self.gathering.backward is not None or all(c.grad is None for c in self._computing):
+        if self.gathering.backward is not None or all(c.grad is None for c in self._compute_parameters):
             return
         unit = next(
             u for u in self.units if any(c.grad is not None for x in u.lanes for c in x.compute_parameters)
         )
-        for computing in self._computing:
-            computing.grad = None
+        for parameter in self._compute_parameters:
+            parameter.grad = None
         raise StateError(
             f"{unit_label(unit.name)}: a backward reached its parameters through a tensor that did not leave "
             "it as its output, and these gradients were not reduced",
@@ -286,12 +286,12 @@ class Runtime:
         if trainable != self._trainable:
             self._trainable = trainable
             self.gathering.trainability_changed()
-            for computing, flag in zip(self._computing, trainable, strict=True):
-                computing.requires_grad_(flag)
+            for parameter, flag in zip(self._compute_parameters, trainable, strict=True):
+                parameter.requires_grad_(flag)
             self.guard(self)
         for index, hooks in enumerate(map(_tensor_hooks, self.parameters)):
-            if hooks is not None and self._computing[index]._backward_hooks is not hooks:
-                self._computing[index]._backward_hooks = hooks
+            if hooks is not None and self._compute_parameters[index]._backward_hooks is not hooks:
+                self._compute_parameters[index]._backward_hooks = hooks
 
     def _current_values(self) -> tuple[int, int]:
         """Changes with every in-place edit of a parameter and every optimizer step.
@@ -357,7 +357,12 @@ class Runtime:
             self._take(turn)
 
     def _take(self, turn: Turn) -> None:
-        ended = [unit for unit in turn.ends if self._ended(unit)]
+        ended = []
+        for unit in turn.ends:
+            unit.pass_state.pending = max(0, unit.pass_state.pending - 1)
+            if self._is_over(unit):
+                self._end_unit(unit)
+                ended.append(unit)
         task = current_task()
         for unit in turn.begins:
             if unit.pass_state.task != task or (unit.rereads and unit.state is not State.FULL):
@@ -368,16 +373,17 @@ class Runtime:
     def _called(self, index: int) -> bool:
         return self.units[index].pass_state.called
 
-    def _ended(self, unit: LiveUnit) -> bool:
-        now = unit.pass_state
-        now.pending = max(0, now.pending - 1)
-        if now.pending or self.gathering.backward is None or unit.gradients_to_come():
-            return False  # used once more in this graph: the rest is still to come
+    def _is_over(self, unit: LiveUnit) -> bool:
+        """Whether its backward is; not while a further use of it in this graph is to come."""
+        running = self.gathering.backward is not None
+        return running and not unit.pass_state.pending and not unit.gradients_to_come()
+
+    def _end_unit(self, unit: LiveUnit) -> None:
+        """Its backward is over. Its gradients are reduced afterwards, so its full value is released first."""
         if self._observer is not None:
             self._observer.end("backward", unit.name)
         if unit is not self.root and not self.gathering.keeping:
             unit.release()
-        return True
 
     def _begin(self, unit: LiveUnit, values: tuple[int, int]) -> None:
         if unit.is_unsharded:
@@ -420,7 +426,8 @@ class Runtime:
                 now = unit.pass_state
                 if now.task == task and unit is not self.root and not now.to_recompute:
                     now.pending = 0
-                    if self._ended(unit):
+                    if self._is_over(unit):
+                        self._end_unit(unit)
                         self.reduction.done(unit.index, self._called)
 
     def _end_backward(self) -> None:
