@@ -23,7 +23,7 @@ from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.options import Options
 from fullshard.plan import tensor_parallel
-from fullshard.plan.plan import LanePlan, lanes_of, plan_of
+from fullshard.plan.plan import LanePlan, lanes_of, nesting, plan_of
 from fullshard.plan.units import Member, Unit
 from fullshard.policy import ValueSource
 from fullshard.state.copying import duplicate
@@ -65,7 +65,8 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             step()
         materializer.undo()
         raise
-    _nest(live)
+    for live_unit, inside in zip(live, nesting(live), strict=True):
+        live_unit.hold([live[index] for index in sorted(inside)])
     if sum(unit.full_bytes for unit in live) <= options.small_bytes:
         for lane in (lane for unit in live for lane in unit.lanes):
             lane.keeps_memory = True
@@ -188,14 +189,6 @@ def _show_sharded(lanes: list[Lane], undo: list[Callable[[], None]], materialize
             else:
                 undo.append(partial(setattr, parameter, "data", parameter.data))
         lane.show_sharded()
-
-
-def _nest(units: list[LiveUnit]) -> None:
-    """Each unit gets the units that lie inside its modules, in definition order."""
-    by_module = {unit.modules[0]: unit for unit in units[1:]}
-    for unit in units[1:]:
-        inside = {by_module[m] for module in unit.modules for m in module.modules() if m in by_module}
-        unit.hold(sorted(inside - {unit}, key=lambda inner: inner.index))
 
 
 def _attach_state(runtime: Runtime, model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(3))
 
     def forward(self, x, *, scale):
         for block in self.blocks:
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return (x * scale).square()
 
 def make():
-    return Net(), {"x": torch.randn(4, 32), "scale": torch.ones(())}
+    return Net(), {"x": torch.randn(4, 1024), "scale": torch.ones(())}
 
 def wrong():
     return Net()
@@ -121,9 +121,7 @@ def test_model_of_ones_own_is_simulated(engine: str, tmp_path: Path) -> None:
         f"{tmp_path}/own.py:make", "--engine", engine, "--ranks", "4", "--steps", "1", "--json"
     )
     assert code == 0, err
-    assert (
-        json.loads(out)["engines"][engine]["messages"] >= 3
-    )  # a gather, a reduce, and which parameters were used
+    assert json.loads(out)["engines"][engine]["messages"] > 3
 
 
 def test_command_leaves_nothing_in_the_process() -> None:
