@@ -483,6 +483,102 @@ def test_parameters_all_put_anew_count_and_a_new_tie_is_refused() -> None:
     ranks.run(_meta_all_replaced, 2, init=True, timeout_s=120)
 
 
+class _Tables(nn.Module):
+    """Buffers that only `__init__` computes, in the kinds that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+        self.register_buffer("seen", torch.tensor([True, False]), persistent=False)
+        self.register_buffer("codes", torch.full((3,), 255, dtype=torch.uint8), persistent=False)
+        self.register_buffer("unused", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) * self.scale + self.angles * self.seen[0] + self.codes[0]
+
+
+class _Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Tables()
+        self.register_buffer("step", torch.arange(2), persistent=False)  # of the root, and an integer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.step[1]
+
+
+def _blank_buffers() -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    from fullshard.errors import Uninitialised
+    from fullshard.torch_fsdp import fully_shard
+
+    torch.manual_seed(3)
+    plain = _Holder()
+    values, x = plain.state_dict(), torch.arange(8.0).view(2, 4)
+
+    def emptied(load: str) -> Any:
+        with torch.device("meta"):
+            model = _Holder()
+        fully_shard(model.inner)
+        fully_shard(model)
+        if load == "plain":
+            model.load_state_dict(values)
+            return model
+        model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, values if rank() == 0 else {}, options=options)
+        return model
+
+    for load in ("broadcast", "plain"):
+        model = emptied(load)
+        for _ in range(2):  # it stays refused
+            try:
+                model(x)
+                text = ""
+            except Uninitialised as error:
+                text = str(error)
+            names = ("'inner.angles'", "'inner.seen'", "'inner.codes'", "'step'")
+            assert all(name in text for name in names), text
+            assert "scale" not in text and "unused" not in text, text
+        for name in ("angles", "seen", "codes"):
+            getattr(model.inner, name).copy_(getattr(plain.inner, name))  # 255 is what it was, and counts
+        if rank() == 1:
+            model.step = plain.step.clone()
+        else:
+            model.step.data.copy_(plain.step)
+        assert reference.bitwise(model(x), plain(x))
+
+
+def test_buffer_that_nothing_initialises_after_to_empty_is_refused_by_name() -> None:
+    ranks.run(_blank_buffers, 2, init=True, timeout_s=120)
+
+
+def _buffers_of_the_first_rank() -> None:
+    """Drawn after to_empty with a seed per rank: the first rank's count, as for parameters."""
+    from fullshard.torch_fsdp import fully_shard
+
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].register_buffer("noise", torch.empty(4), persistent=False)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank())
+    for each in model:
+        each.reset_parameters()
+    model[0].noise.normal_()
+    model(torch.ones(1, 4))
+    shared = [torch.empty(4) for _ in range(2)]
+    torch.distributed.all_gather(shared, model[0].noise)
+    assert reference.bitwise(shared[0], shared[1])
+
+
+def test_buffers_drawn_after_to_empty_are_those_of_the_first_rank() -> None:
+    ranks.run(_buffers_of_the_first_rank, 2, init=True, timeout_s=120)
+
+
 class _Renaming(nn.Linear):
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
         renamed = {name.removeprefix("old."): value for name, value in state_dict.items()}

@@ -76,7 +76,7 @@ class Runtime:
         self.gathering = Gathering(self.units, comm, options)
         self.reduction = Reduction(self.units, comm, options)
         self.reduction.before_send = self.gathering.pass_backward_to
-        self.unfinished: Callable[[], None] | None = None  # a copy finds its modules at its first forward
+        self.unfinished: Callable[[], None] | None = None  # what is left to do or check at the first forward
         # Set while scripts still initialise a new model's values; called before units are opened.
         self.initialising: Callable[[], None] | None = None
         self._units_by_module = {module: unit for unit in units for module in unit.modules}

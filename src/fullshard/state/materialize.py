@@ -135,7 +135,7 @@ class Materializer:
             if buffer is not None and buffer.is_meta:
                 self._buffers.append((module, name, buffer))
                 spec, local = spec_of(buffer), local_of(buffer)
-                value = self._memory(local, is_marked=not self._source.leaves_blank)
+                value = self._memory(local, is_marked=True)
                 module._buffers[name] = value if spec is None else spec.wrap(value)
 
     def _twin(self, parameter: nn.Parameter) -> Any:
@@ -197,6 +197,18 @@ def _holds_marker(value: torch.Tensor) -> bool:
     if value.is_floating_point() or value.is_complex():
         return bool(torch.isnan(value).any())
     return bool((value == torch.iinfo(value.dtype).max).any())
+
+
+def is_untouched(value: torch.Tensor) -> bool:
+    """Whether every element still is the marker that it got with its memory."""
+    local = local_of(value)
+    if local.is_meta or not local.numel():
+        return local.is_meta
+    if local.dtype is torch.bool:
+        return bool((local.view(torch.uint8) == _NEITHER).all())
+    if local.is_floating_point() or local.is_complex():
+        return bool(torch.isnan(local).all())
+    return bool((local == torch.iinfo(local.dtype).max).all())
 
 
 def _uninitialised(names: list[str]) -> Uninitialised:

@@ -69,7 +69,7 @@ class GivenFunction(ValueSource):
 
 
 class BlankValues(ValueSource):
-    """Memory only. Parameters hold NaN, so that one which nobody initialises shows in the first loss."""
+    """Memory only. It holds NaN and other markers: what nobody initialises is noticed at the first use."""
 
     leaves_blank = True
 

@@ -5,6 +5,9 @@ is flat, and `kaiming_uniform_` of a flat shard would take its bounds from the w
 seed would even write the same numbers. So until the model is first used its parameters are of a class that
 notices when they are touched: their unit is opened, the code sees unsharded values, and its edits count. One
 unit is open at a time. With one seed on all ranks the values are bit for bit those of an unsharded model.
+
+A buffer that nobody initialises (a rotary table that only `__init__` computes, and that no state dict holds)
+would be garbage in torch's FSDP2. Here the first forward refuses it by name, on all ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm.groups import Comm
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import tensors_in
 from fullshard.engine.unit import LiveUnit
+from fullshard.errors import Uninitialised as UninitialisedError
+from fullshard.plan.tensor_parallel import local_of
+from fullshard.state.materialize import is_untouched
 
 _about = """
 requires_grad grad is_leaf device dtype is_meta layout _version grad_fn _grad_fn _backward_hooks is_cuda
@@ -61,11 +68,72 @@ def _measure(parameter: Uninitialised, func: Any, args: Any, kwargs: Any) -> Any
     return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
 
 
+class BlankBuffers:
+    """The buffers of a meta-device model, which get memory but no values with `to_empty`.
+
+    Made before the model is sharded, when they still are on meta.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        ]
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def given_memory(self) -> None:
+        self._versions = {name: _state(buffer) for name, buffer in self._current().items()}
+
+    def share_first(self, comm: Comm) -> None:
+        """Give every rank the first one's values of those that have any, as `fs.shard` does."""
+        blank = set(comm.all_gather_object(self._untouched())[0])
+        for name, buffer in self._current().items():
+            if name not in blank:
+                comm.broadcast_in_tp_group([local_of(buffer)])
+                comm.broadcast(local_of(buffer))
+        self._places = [place for place in self._places if place[0] in blank]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def check(self, comm: Comm) -> None:
+        """Raise on every rank if a buffer has no values on any."""
+        names = self._untouched()
+        problem = None
+        if names:
+            problem = UninitialisedError(
+                f"nothing has initialised {'buffer' if len(names) == 1 else 'buffers'} "
+                f"{', '.join(map(repr, names))} since to_empty: a state dict holds only persistent ones",
+                "Compute them after to_empty as the module's __init__ does, for example in its "
+                "reset_parameters(); or build the model on a real device.",
+            )
+        comm.raise_together(problem)
+
+    def _untouched(self) -> list[str]:
+        return [name for name, buffer in self._current().items() if self._is_untouched(name, buffer)]
+
+    def _is_untouched(self, name: str, buffer: torch.Tensor) -> bool:
+        # A byte may well be 255 everywhere; there, only what was never written to counts.
+        is_plausible = buffer.element_size() == 1 and buffer.dtype is not torch.bool
+        return is_untouched(buffer) and (not is_plausible or self._versions.get(name) == _state(buffer))
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        found = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        return {name: buffer for name, buffer in found if buffer is not None}
+
+
+def _state(buffer: torch.Tensor) -> tuple[int, int]:
+    return id(buffer), buffer._version
+
+
 class Window:
     """The time from `to_empty` to the first use of the model."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, buffers: BlankBuffers) -> None:
+        self._runtime, self._buffers = runtime, buffers
+        buffers.given_memory()
         self._units: dict[nn.Parameter, LiveUnit] = {}
         self._shapes: dict[nn.Parameter, tuple[int, ...]] = {}  # unsharded
         self._sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -132,6 +200,13 @@ class Window:
             if type(parameter) is Uninitialised:
                 _set_class(parameter, nn.Parameter)
                 _windows.pop(id(parameter), None)
+        self._buffers.share_first(self._runtime.comm)
+        if len(self._buffers):  # a script may load a state dict first, and compute these afterwards
+            self._runtime.unfinished = self._check_buffers
+
+    def _check_buffers(self) -> None:
+        self._buffers.check(self._runtime.comm)
+        self._runtime.unfinished = None
 
 
 def _set_class(parameter: Any, to: type[nn.Parameter]) -> None:

@@ -29,7 +29,7 @@ from fullshard.torch_fsdp.deferred import (
     request_of,
     requests_in,
 )
-from fullshard.torch_fsdp.initialization import Window
+from fullshard.torch_fsdp.initialization import BlankBuffers, Window
 from fullshard.torch_fsdp.policies import MixedPrecisionPolicy, casts_of, precision_of
 
 
@@ -107,6 +107,7 @@ class ModuleRequest(Request):
     def begin_blank(self, device: torch.device | None) -> None:
         """`to_empty` of a meta-device model: shards with memory, and without values where there were none."""
         root = outermost(self)
+        buffers = BlankBuffers(root.module)
         build(root, BlankValues())
         runtime = root.runtime
         if runtime is None:
@@ -116,7 +117,7 @@ class ModuleRequest(Request):
                 f"to_empty(device={str(device)!r}) of a model that is sharded on {runtime.comm.device}",
                 "Give to_empty the device of the mesh.",
             )
-        window = Window(runtime)
+        window = Window(runtime, buffers)
         for request in requests_in(root.module, ModuleRequest):
             request.window = window
             request.set_phase(Phase.BLANK)
