@@ -18,7 +18,6 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
-from fullshard.engine.tensor_parallel import make_plain, restore_dtensor
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, RankMismatch
 from fullshard.options import Options
@@ -184,8 +183,9 @@ def _show_sharded(lanes: list[Lane], undo: list[Callable[[], None]], materialize
             if materializer.made(parameter):
                 continue
             if tensor_parallel.is_cut(parameter):
-                twin = make_plain(parameter)
-                undo.append(partial(restore_dtensor, parameter, twin))
+                from fullshard.engine.dtensors import make_plain, restore_dtensor
+
+                undo.append(partial(restore_dtensor, parameter, make_plain(parameter)))
             else:
                 undo.append(partial(setattr, parameter, "data", parameter.data))
         lane.show_sharded()

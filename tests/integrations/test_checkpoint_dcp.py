@@ -543,7 +543,7 @@ def test_any_rectangles_in_any_memory_order_are_read_in_any_part(
         no_dist=True,
     )
     assert sum(len(c.boxes) for c in cut.values()) > 300
-    monkeypatch.setattr(dcp.archives, "CHUNK_BYTES", 64)
+    monkeypatch.setattr("fullshard.checkpoint.dcp.archives.CHUNK_BYTES", 64)
     source: Any = dcp.open_dcp(tmp_path / "x")
     for name, value in values.items():
         stored = source._index.tensors[name]
@@ -710,7 +710,7 @@ def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
     from fullshard.checkpoint.loading import opening
 
     saved = ranks.run(_save_ours, 2, str(tmp_path / "ours"))[0]
-    monkeypatch.setattr(dcp.writing, "_ITEM_BYTES", 100)  # rows of 32 and 52 bytes: most tensors in parts
+    monkeypatch.setattr("fullshard.checkpoint.dcp.writing._ITEM_BYTES", 100)  # rows of 32 and 52 bytes: most tensors in parts
     sizes = []
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda value, file: (sizes.append(value), save(value, file))[1])

@@ -50,7 +50,6 @@ from fullshard.engine.direct import Place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.home import DeviceHome, Home
 from fullshard.engine.pieces import piece_view
-from fullshard.engine.tensor_parallel import exchange, show_dtensor
 from fullshard.engine.wire import Wire, parameter_wire
 from fullshard.errors import StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
@@ -255,9 +254,12 @@ class Lane:
 
     def reshard(self, writeback: bool) -> None:
         """Show the shard again; with `writeback` it takes this rank's elements of the unsharded values."""
-        for parameter, twin in self._dtensors:
-            exchange(parameter, twin)
-        self._dtensors.clear()
+        if self._dtensors:
+            from fullshard.engine.dtensors import exchange
+
+            for parameter, twin in self._dtensors:
+                exchange(parameter, twin)
+            self._dtensors.clear()
         if self.unsharded is None:
             return
         if writeback:
@@ -267,6 +269,10 @@ class Lane:
 
     def _show_dtensors(self, flat: torch.Tensor) -> None:
         """Tensor-parallel parameters are DTensors again, over this rank's part."""
+        if not self.specs:
+            return
+        from fullshard.engine.dtensors import show_dtensor
+
         for parameter, piece, spec in zip(self.parameters, self.layout.pieces, self.specs, strict=False):
             if spec is not None:
                 self._dtensors.append((parameter, show_dtensor(parameter, spec, piece_view(flat, piece))))

@@ -11,16 +11,19 @@ engine cuts that part once more, element by element, over the ranks of the other
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.errors import ModelError, NotSupported, OptionError
 from fullshard.plan.layout import Region
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SPEC_ATTRIBUTE = "_tensor_parallel_spec"  # of a parameter that is a plain tensor for now
 
@@ -44,6 +47,8 @@ class Spec:
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """The DTensor of which `part` is this rank's part, in the same memory."""
+        from torch.distributed.tensor import DTensor
+
         with torch.no_grad():
             return DTensor.from_local(
                 part,
@@ -55,19 +60,23 @@ class Spec:
             )
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor at the moment."""
-    return isinstance(tensor, DTensor)
+def is_cut(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor at the moment.
+
+    A program that has none should not pay for importing their class, which takes a second: until somebody
+    else has imported it, there is none.
+    """
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_cut(tensor) else tensor
 
 
 def spec_of(parameter: torch.Tensor) -> Spec | None:
     """How it is cut, also while it is a plain tensor; None for a parameter that never was a DTensor."""
-    if isinstance(parameter, DTensor):
+    if is_cut(parameter):
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         return Spec(parameter.device_mesh, tuple(parameter.placements), shape, stride)
     return vars(parameter).get(SPEC_ATTRIBUTE)
@@ -80,7 +89,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh of the model's DTensors, or None. DTensors that cannot be sharded raise an error."""
     found: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if not is_cut(parameter):
             continue
         _check_placements(name, parameter)
         ranks = tuple(int(r) for r in parameter.device_mesh.mesh.flatten())
@@ -95,6 +104,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def _check_placements(name: str, parameter: DTensor) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
     for placement in parameter.placements:
         if type(placement) not in (Shard, Replicate):
             raise NotSupported(
@@ -128,7 +139,7 @@ def tp_ranks_of(mesh: DeviceMesh, grid: torch.Tensor, name: str) -> list[int]:
 
 
 def first_cut_name(model: nn.Module) -> str:
-    return next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), "")
+    return next((n for n, p in model.named_parameters() if is_cut(p)), "")
 
 
 def axes_to_shard(mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
@@ -150,12 +161,12 @@ def axes_to_shard(mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
 def region_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Region:
     """Which part of a tensor this rank holds. A plain tensor is the same on every rank of `mesh`."""
     shape = tuple(tensor.shape)
-    placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * mesh.ndim
+    placements = tensor.placements if is_cut(tensor) else [None] * mesh.ndim
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     offsets, sizes, first = [0] * len(shape), list(shape), True
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim % len(shape)
+        if placement is not None and placement.is_shard():
+            dim = placement.dim % len(shape)  # type: ignore[attr-defined]
             chunk = -(-sizes[dim] // mesh.size(axis))  # torch cuts like torch.chunk: the last may be short
             begin = min(coordinate[axis] * chunk, sizes[dim])
             offsets[dim] += begin
@@ -167,12 +178,12 @@ def region_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Region:
 
 def largest_part(tensor: torch.Tensor) -> int:
     """Elements of the largest part on any rank: equal on all ranks, so that all find the same units."""
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return tensor.numel()
     sizes = list(tensor.shape)
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim % len(sizes)
+        if placement.is_shard():
+            dim = placement.dim % len(sizes)  # type: ignore[attr-defined]
             sizes[dim] = -(-sizes[dim] // tensor.device_mesh.size(axis))
     return int(torch.Size(sizes).numel())
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.tensor_parallel import sharded_parameter
 from fullshard.errors import Uninitialised
 from fullshard.plan.tensor_parallel import local_of, spec_of
 from fullshard.policy import ValueSource
@@ -143,6 +142,8 @@ class Materializer:
         is_marked = not self._source.leaves_blank or parameter.is_floating_point()
         if spec is None:
             return nn.Parameter(self._memory(parameter, is_marked), requires_grad=parameter.requires_grad)
+        from fullshard.engine.dtensors import sharded_parameter
+
         # Of the global shape, and plain: initializers draw the numbers that they would draw in one process,
         # and the part is cut from them. On the DTensor, ranks with one seed would fill all parts alike.
         empty = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")

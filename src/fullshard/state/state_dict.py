@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.lane import Lane
@@ -22,6 +20,10 @@ from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.plan.layout import Box, Piece, boxes
 from fullshard.plan.tensor_parallel import is_cut, part_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _REMEDY = (
     "fs.save and torch.distributed.checkpoint.save write every rank's part; for plain tensors take the "
@@ -126,9 +128,12 @@ class StateShard(torch.Tensor):
         part_of(full, region).copy_(part)
         return self.comm.sum_shards(full)
 
-    # ---- torch.distributed.checkpoint finds these by name
+    # ---- torch.distributed.checkpoint finds these by name; importing it takes a second, which it has spent
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.local.dtype)
         return [
             WriteItem(
@@ -160,6 +165,8 @@ class StateShard(torch.Tensor):
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
