@@ -284,12 +284,12 @@ def test_stock_reader_runs_the_code_that_we_refuse(tmp_path: Path) -> None:
 
 
 def test_class_stays_as_it_was_when_a_file_would_change_it(tmp_path: Path) -> None:
-    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.dcp.format import read_index
     from fullshard.errors import CheckpointError
 
     (tmp_path / ".metadata").write_bytes(_POISON)
     with pytest.raises(CheckpointError, match="none of it was run"):
-        dcp.format.read_index(tmp_path)
+        read_index(tmp_path)
     assert not hasattr(MetadataIndex, "fqn")
     try:
         pickle.loads(_POISON)
@@ -401,18 +401,19 @@ def test_only_items_that_are_needed_are_read_and_a_piece_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.dcp import archives
 
     value = torch.randn(40, 64)
     quietly(stock.save, {"a": value, "b": torch.randn(40, 64)}, checkpoint_id=str(tmp_path / "x"))
-    monkeypatch.setattr(dcp.archives, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(archives, "CHUNK_BYTES", 1024)
     asked: list[tuple[int, int]] = []
-    read_into = dcp.archives.ItemFiles.read_into
+    read_into = archives.ItemFiles.read_into
 
     def counted(self: Any, file: str, begin: int, end: int, out: Any) -> None:
         asked.append((begin, end))
         read_into(self, file, begin, end, out)
 
-    monkeypatch.setattr(dcp.archives.ItemFiles, "read_into", counted)
+    monkeypatch.setattr(archives.ItemFiles, "read_into", counted)
     source: Any = dcp.open_dcp(tmp_path / "x")
     stored = source._index.tensors["a"]
     source.want(stored, 100, 1700)

@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 
 import checkpoint_crashes as crashes
 import ranks
+import warm
 from cases import refusal
 from engines import my_rank
 
@@ -488,7 +488,7 @@ def _run_script(folder: Path, ending: str, num_ranks: int = 2) -> list[tuple[int
                 "PYTHONPATH": f"{here / 'faults'}:{here / 'support'}:{here.parent / 'src'}",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, str(script), str(folder / "root"), ending]
+            command = [f"{warm.commands()}/python", str(script), str(folder / "root"), ending]
             started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         said = [process.communicate(timeout=60)[1] for process in started]
     finally:

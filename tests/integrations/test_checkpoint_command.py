@@ -27,6 +27,7 @@ from torch import nn
 import fullshard as fs
 import ranks
 import reference
+import warm
 from fullshard.checkpoint import files
 from fullshard.checkpoint.format import manifest
 from fullshard.tools import cli
@@ -123,7 +124,7 @@ def _json(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
 def _command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As a user runs it."""
     return subprocess.run(
-        [sys.executable, "-m", "fullshard", *map(str, arguments)],
+        [f"{warm.commands()}/fullshard", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

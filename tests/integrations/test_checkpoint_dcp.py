@@ -710,7 +710,9 @@ def test_checkpoint_of_ours_becomes_one_of_torchs_in_small_parts(
     from fullshard.checkpoint.loading import opening
 
     saved = ranks.run(_save_ours, 2, str(tmp_path / "ours"))[0]
-    monkeypatch.setattr("fullshard.checkpoint.dcp.writing._ITEM_BYTES", 100)  # rows of 32 and 52 bytes: most tensors in parts
+    monkeypatch.setattr(
+        "fullshard.checkpoint.dcp.writing._ITEM_BYTES", 100
+    )  # rows of 32 and 52 bytes: most tensors in parts
     sizes = []
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda value, file: (sizes.append(value), save(value, file))[1])

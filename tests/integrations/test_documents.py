@@ -17,6 +17,7 @@ import pytest
 
 import documents
 import ranks
+import warm
 from documents import Block, Page
 
 PAGES = documents.pages()
@@ -24,9 +25,9 @@ PROJECT = tomllib.loads((documents.ROOT / "pyproject.toml").read_text())["projec
 SHELL_TIMEOUT_S = 1200  # ends a hang; a page of many commands took 240 s while four files ran at a time
 
 
-def _run_page(page: Page, folder: str) -> None:
+def _run_page(page: Page, folder: str, commands: str) -> None:
     """Run a page on every rank; the first rank writes files and runs shell blocks while the others wait."""
-    rank, environment = int(os.environ["RANK"]), _without_ranks(os.environ)
+    rank, environment = int(os.environ["RANK"]), _without_ranks(os.environ, commands)
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__", "__file__": page.name}
     for number, block in enumerate(block for block in page.blocks if block.kind != "text"):
@@ -44,7 +45,7 @@ def _run_page(page: Page, folder: str) -> None:
             time.sleep(0.02)
 
 
-def _without_ranks(environment: Any) -> dict[str, str]:
+def _without_ranks(environment: Any, commands: str) -> dict[str, str]:
     removed = {
         "RANK",
         "WORLD_SIZE",
@@ -55,7 +56,7 @@ def _without_ranks(environment: Any) -> dict[str, str]:
         "MASTER_PORT",
     }
     kept = {name: value for name, value in environment.items() if name not in removed}
-    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    path = f"{commands}:{Path(sys.executable).parent}:{kept['PATH']}"
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
 
 
@@ -89,7 +90,7 @@ def _checked_otherwise(command: str) -> bool:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_code_blocks_of_a_page_run(page: Page, tmp_path: Path) -> None:
-    ranks.run(_run_page, page.ranks, page, str(tmp_path), timeout_s=SHELL_TIMEOUT_S)
+    ranks.run(_run_page, page.ranks, page, str(tmp_path), warm.commands(), timeout_s=SHELL_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -103,7 +104,7 @@ def test_a_broken_block_is_found(tmp_path: Path) -> None:
     broken.write_text("<!-- ranks 1 -->\n\n```python\nassert 1 + 1 == 3\n```\n")
     page = documents.read(broken)
     with pytest.raises(ranks.RankFailure, match=r"page\.md.*line 4"):
-        ranks.run(_run_page, 1, page, str(tmp_path))
+        ranks.run(_run_page, 1, page, str(tmp_path), "")
 
 
 def test_argument_lines_of_a_docstring_become_a_section() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 # What makes an example short; the others take seconds as they are.
@@ -47,7 +49,7 @@ def test_example_runs_as_its_docstring_shows(name: str, checkout: Path) -> None:
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     environment = {key: value for key, value in os.environ.items() if key not in ranks}
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+        "PATH": f"{warm.commands()}:{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(checkout / "src"),
         "OMP_NUM_THREADS": "1",
     }

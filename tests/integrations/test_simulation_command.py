@@ -7,7 +7,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import ranks
+import warm
 from fullshard.tools import cli
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.models import decoder, gpt
@@ -65,7 +65,7 @@ def _run(*arguments: str) -> tuple[int, str, str]:
 
 def test_module_runs_as_a_command() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "fullshard", "simulate", *SMALL, "--ranks", "4", "--link", "1GB/s"],
+        [f"{warm.commands()}/fullshard", "simulate", *SMALL, "--ranks", "4", "--link", "1GB/s"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import warm
 
 HERE = Path(__file__).resolve().parent
 REAL = "torch.distributed.fsdp"
@@ -132,7 +133,7 @@ def _run(folder: Path, text: str, num_ranks: int) -> dict[str, object]:
         port = free.getsockname()[1]
     shared = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, str(script), str(folder)]
+    command = [f"{warm.commands()}/python", str(script), str(folder)]
     started = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(num_ranks)

@@ -542,7 +542,7 @@ def _blank_buffers() -> None:
                 text = str(error)
             names = ("'inner.angles'", "'inner.seen'", "'inner.codes'", "'step'")
             assert all(name in text for name in names), text
-            assert "scale" not in text and "unused" not in text, text
+            assert not any(name in text for name in ("scale", "unused")), text
         for name in ("angles", "seen", "codes"):
             getattr(model.inner, name).copy_(getattr(plain.inner, name))  # 255 is what it was, and counts
         if rank() == 1:

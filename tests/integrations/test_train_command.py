@@ -17,6 +17,7 @@ import pytest
 
 import ranks
 import training_runs as runs
+import warm
 from fullshard.training.command import EXAMPLE, RunFailed, _Launch
 from fullshard.training.folder import RunFolder
 from training_runs import STEPS
@@ -158,7 +159,7 @@ def test_failure_of_a_rank_is_one_message_and_a_report(tmp_path: Path) -> None:
     runs.write_texts(tmp_path / "texts")
     # Far too large: the weights are not finite after a step or two.
     config = runs.write_config(tmp_path, training={"learning_rate": 1e30, "clip": None, "warmup_steps": 0})
-    command = [sys.executable, "-m", "fullshard", "train", str(config), "--ranks", "2", "--quiet"]
+    command = [f"{warm.commands()}/fullshard", "train", str(config), "--ranks", "2", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2, done
     assert done.stderr.count("the loss of step") == 1, done.stderr

@@ -39,6 +39,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import fullshard as fs
 import ranks
 import reference
+import warm
 from engines import shard_blocks
 from fullshard.data import Batches
 
@@ -545,7 +546,7 @@ def test_the_example_goes_on_after_torchrun_was_killed(whom: str, tmp_path: Path
 
 
 def test_the_example_runs_alone_and_again(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), str(tmp_path / "run")]
+    command = [f"{warm.commands()}/python", str(EXAMPLE), str(tmp_path / "run")]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(EXAMPLE.parent.parent / "src"), "OMP_NUM_THREADS": "1"}
     first, second = (

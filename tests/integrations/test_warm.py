@@ -1,0 +1,59 @@
+"""The processes that stand in for `python`, `torchrun` and `fullshard` in tests behave as those would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import warm
+
+LIMIT_S = 120
+
+
+def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = warm.environment(dict(os.environ)) | {"SOME": "value"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "out", "code"),
+    [
+        ("python -c 'import sys; print(sys.argv); sys.exit(3)' a 'b c'", "['-c', 'a', 'b c']", 3),
+        ("cat words | python -c 'print(input())'", "from standard input", 0),
+        ("python script.py x", "['script.py', 'x'] value", 0),
+        ("python -m json.tool numbers.json", "[\n    1\n]", 0),
+        ("python -c 'import os, signal; os.kill(os.getpid(), signal.SIGTERM)'; echo $?", "143", 0),
+        ("python -c 'import atexit; atexit.register(print, 1); raise KeyError(2)'", "1", 1),
+    ],
+)
+def test_command_has_its_arguments_streams_folder_and_exit_status(
+    tmp_path: Path, command: str, out: str, code: int
+) -> None:
+    (tmp_path / "words").write_text("from standard input\n")
+    (tmp_path / "script.py").write_text("import os, sys\nprint(sys.argv, os.environ['SOME'])\n")
+    (tmp_path / "numbers.json").write_text("[1]")
+    done = _run(command, tmp_path)
+    assert (done.stdout.strip(), done.returncode) == (out, code), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_process_ends_with_the_command(number: signal.Signals) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [f"{warm.commands()}/python", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        process = Path("/proc") / started.stdout.readline().strip()
+        assert process.exists()
+        started.send_signal(number)
+        assert started.wait(LIMIT_S) == -number
+    end_s = time.monotonic() + LIMIT_S
+    while process.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)

@@ -1,0 +1,213 @@
+"""Commands of a test as real processes, without the seconds in which each would import torch.
+
+`commands()` gives a folder to put first in PATH: its `python`, `torchrun` and `fullshard` do what their
+namesakes do, but in a process that is forked from one which has imported torch already. It has its own
+arguments, environment, folder, standard streams and exit status; signals are passed on to it, and it is
+killed with the command that asked for it. fullshard itself is imported by each process.
+
+Not for tests of process starts, of imports, or of namespaces: those use `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import io
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warm_client import NUMBER, PASSED_ON
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.launcher.api",
+    "torch.distributed.tensor",
+    "numpy",
+    "typer",
+    "rich.console",
+)
+COMMANDS: dict[str, str] = {
+    "python": "",
+    "python3": "",
+    "torchrun": "-m torch.distributed.run",
+    "fullshard": "-m fullshard",
+}
+CLIENT = Path(__file__).with_name("warm_client.py")
+_kept: list[
+    Any
+] = []  # as long as this process lives; the server ends when it sees the end of its standard input
+
+
+@functools.cache
+def commands() -> str:
+    """The folder of the commands."""
+    folder = tempfile.TemporaryDirectory(prefix="fullshard-warm-")
+    for name, words in COMMANDS.items():
+        path = Path(folder.name) / name
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder.name}/socket {words} "$@"\n')
+        path.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, __file__, folder.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    _kept.extend((folder, server))
+    return folder.name
+
+
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The same variables, with the commands first in PATH."""
+    return {**variables, "PATH": f"{commands()}:{variables.get('PATH', os.defpath)}"}
+
+
+@dataclass
+class Request:
+    """What a process is asked to be."""
+
+    folder: str
+    parent: int
+    words: list[str]
+    variables: dict[str, str]
+    streams: list[int]
+
+    @staticmethod
+    def receive(channel: socket.socket) -> Request:
+        length, streams, _, _ = socket.recv_fds(channel, NUMBER.size, 3)
+        body = channel.recv(NUMBER.unpack(length)[0], socket.MSG_WAITALL)
+        folder, parent, count, *rest = body.decode(errors="surrogateescape").split("\0")
+        words, variables = rest[: int(count)], rest[int(count) :]
+        return Request(folder, int(parent), words, dict(v.split("=", 1) for v in variables), streams)
+
+
+class Server:
+    """Forks a process per request, and says how it ended."""
+
+    def __init__(self, address: str) -> None:
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.running: dict[int, socket.socket] = {}
+        self.ended, wake = socket.socketpair()
+        wake.setblocking(False)
+        self.ended.setblocking(False)
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> Request | None:
+        """Returns a request in each process that is to be one, and None in the server, at the end."""
+        selector = selectors.DefaultSelector()
+        for source in (self.listener, self.ended, sys.stdin):
+            selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    self._kill(list(self.running))
+                    return None
+                if key.fileobj is self.ended:
+                    self._answer(selector)
+                elif key.fileobj is self.listener:
+                    channel = self.listener.accept()[0]
+                    request = Request.receive(channel)
+                    process = os.fork()
+                    if process == 0:
+                        selector.close()
+                        return request
+                    for stream in request.streams:
+                        os.close(stream)
+                    self.running[process] = channel
+                    channel.sendall(NUMBER.pack(process))
+                    selector.register(channel, selectors.EVENT_READ)
+                else:  # whoever asked has ended
+                    self._kill([p for p, channel in self.running.items() if channel is key.fileobj])
+                    selector.unregister(key.fileobj)
+
+    def _kill(self, processes: list[int]) -> None:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+
+    def _answer(self, selector: selectors.BaseSelector) -> None:
+        self.ended.recv(4096)
+        while self.running:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            channel = self.running.pop(process)
+            if channel in [key.fileobj for key in selector.get_map().values()]:
+                selector.unregister(channel)
+                channel.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            channel.close()
+
+    def leave(self) -> None:
+        """In a process that serves a request: nothing of the server stays."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for channel in (self.listener, self.ended, self._wake, *self.running.values()):
+            channel.close()
+
+
+def become(request: Request, python: str) -> None:
+    """Be that process: returns, or raises, when its program has ended."""
+    for number in PASSED_ON:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    for stream, number in zip(request.streams, (0, 1, 2), strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w", closefd=False)), line_buffering=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.getppid = lambda: request.parent  # that of the command, with which this process is killed
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.variables)
+    sys.executable = python  # so that the processes which it starts are of this kind too
+    words = request.words
+    while words and words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        words = words[1:]
+    start, *arguments = words
+    paths = [path for path in request.variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
+    if start in ("-m", "-c"):
+        sys.path.insert(0, "")
+        sys.argv = [start, *arguments[1:]]
+        if start == "-m":
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(arguments[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = [start, *arguments]
+        sys.path.insert(0, str(Path(start).resolve().parent))
+        runpy.run_path(start, run_name="__main__")
+
+
+def main(folder: str) -> None:
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()
+    server = Server(f"{folder}/socket")
+    os.write(1, b"ready\n")
+    request = server.serve()
+    if request is not None:
+        server.leave()
+        become(request, f"{folder}/python")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,41 @@
+"""One command of `warm`: asks its server for a process, and is that process to whoever started the command.
+
+Standard library only, and little of it: this is what a command costs.
+"""
+
+import os
+import signal
+import socket
+import struct
+import sys
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+NUMBER = struct.Struct("!i")
+
+
+def ask(address: str, words: list[str]) -> int:
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(address)
+    environment = [f"{name}={value}" for name, value in os.environ.items()]
+    fields = [os.getcwd(), str(os.getppid()), str(len(words)), *words, *environment]
+    body = "\0".join(fields).encode(errors="surrogateescape")
+    socket.send_fds(channel, [NUMBER.pack(len(body))], [0, 1, 2])
+    channel.sendall(body)
+    (process,) = NUMBER.unpack(channel.recv(NUMBER.size, socket.MSG_WAITALL))
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: os.kill(process, number))
+    answer = channel.recv(NUMBER.size, socket.MSG_WAITALL)
+    return int(NUMBER.unpack(answer)[0]) if answer else 70
+
+
+def end(status: int) -> None:
+    """As the process has: with its exit status, or by its signal."""
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    end(ask(sys.argv[1], sys.argv[2:]))
