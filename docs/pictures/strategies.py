@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import fullshard as fs
-from fullshard.tools.simulation.models import PRESETS, Decoder
+from fullshard.tools.planning.decoder import Decoder
+from fullshard.tools.simulation.presets import PRESETS
 
 HERE = Path(__file__).resolve().parent
 INK, PAPER = "#334155", "#ffffff"

@@ -4,15 +4,40 @@ import fullshard as fs
 model = fs.shard(model)
 """
 
-from fullshard import model_libraries
-from fullshard.api import accumulate, even_batches, full, inference, plan, shard
-from fullshard.checkpoint.commit import latest
-from fullshard.checkpoint.load import load
-from fullshard.checkpoint.save import save
-from fullshard.data import Batches
-from fullshard.errors import FullshardError
-from fullshard.precision import Precision
+from typing import TYPE_CHECKING
+
 from fullshard.version import VERSION as __version__
+
+# Public names are imported when they are first used: what needs no torch, such as `fullshard --help`, does
+# not wait for it. Type checkers and editors read the first branch.
+if TYPE_CHECKING:
+    from fullshard.api import accumulate, even_batches, full, inference, plan, shard
+    from fullshard.checkpoint.commit import latest
+    from fullshard.checkpoint.load import load
+    from fullshard.checkpoint.save import save
+    from fullshard.data import Batches
+    from fullshard.errors import FullshardError
+    from fullshard.precision import Precision
+else:
+    from fullshard import lazy_names
+
+    lazy_names.install(
+        __name__,
+        {
+            "Batches": "fullshard.data",
+            "FullshardError": "fullshard.errors",
+            "Precision": "fullshard.precision",
+            "accumulate": "fullshard.api",
+            "even_batches": "fullshard.api",
+            "full": "fullshard.api",
+            "inference": "fullshard.api",
+            "latest": "fullshard.checkpoint.commit",
+            "load": "fullshard.checkpoint.load",
+            "plan": "fullshard.api",
+            "save": "fullshard.checkpoint.save",
+            "shard": "fullshard.api",
+        },
+    )
 
 __all__ = [
     "Batches",
@@ -29,5 +54,3 @@ __all__ = [
     "save",
     "shard",
 ]
-
-model_libraries.register()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import environment
+from fullshard import environment, model_libraries
 from fullshard.build import build
 from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
@@ -20,7 +20,9 @@ from fullshard.engine.inference import Kept
 from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
-from fullshard.options import TABLE, Options, parse
+from fullshard.keywords import checked_keywords
+from fullshard.option_table import OTHER_NAMES, TABLE
+from fullshard.options import Options, parse
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import Plan, make_plan
 from fullshard.plan.units import Unit, find_units
@@ -30,7 +32,10 @@ from fullshard.precision import Precision
 M = TypeVar("M", bound=nn.Module)
 Batch = TypeVar("Batch")
 
+model_libraries.register()
 
+
+@checked_keywords(OTHER_NAMES)
 def shard(
     model: M,
     *,
@@ -160,6 +165,16 @@ def _way_to_reduce(options: Options, grid: torch.Tensor, device: torch.device) -
     return "scatter" if topology.scatter_sends_less(grid, device, wire.itemsize, sum_bytes) else "exchange"
 
 
+@checked_keywords(
+    {
+        **OTHER_NAMES,
+        **dict.fromkeys(("world_size", "num_ranks", "mesh"), "Write ranks=N."),
+        **dict.fromkeys(
+            ("memory", "batch", "sequence", "optimizer", "checkpoint_activations"),
+            "The command `fullshard plan` takes it; fs.plan counts what is held and sent.",
+        ),
+    }
+)
 def plan(
     model: nn.Module,
     *,
@@ -191,6 +206,12 @@ def plan(
     return make_plan(model, ranks or max(1, groups.rank_count() // tp_size), options)
 
 
+@checked_keywords(
+    dict.fromkeys(
+        ("write_back", "writeback_to_rank0", "rank0_only", "offload_to_cpu", "with_grads", "recurse"),
+        "writeback=False only reads.",
+    )
+)
 @contextmanager
 def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
     """Inside, parameters of `module` hold their unsharded values, to read or to edit. All ranks must enter.
@@ -202,6 +223,11 @@ def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
         yield module
 
 
+@checked_keywords(
+    dict.fromkeys(
+        ("memory_bytes", "keep_full", "budget", "max_memory", "bytes"), "Write memory=BYTES or 'all'."
+    )
+)
 @contextmanager
 def inference(model: nn.Module, memory: int | str | None = None) -> Iterator[Kept]:
     """Evaluation and generation: no gradients, and units are gathered once and stay full while memory allows.
@@ -223,6 +249,12 @@ def inference(model: nn.Module, memory: int | str | None = None) -> Iterator[Kep
         yield kept
 
 
+@checked_keywords(
+    dict.fromkeys(
+        ("steps", "gradient_accumulation_steps", "last", "enabled", "sync"),
+        "Enter it around all micro-batches but the last; the strategy decides what is postponed.",
+    )
+)
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Around all micro-batches but the last: postpones communication where the strategy allows it.
@@ -237,6 +269,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         reduction.postponing = before
 
 
+@checked_keywords(dict.fromkeys(("loader", "dataloader", "data", "iterable"), "Write batches=loader."))
 def even_batches(batches: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
     """The same number of steps on every rank, however many batches each has.
 

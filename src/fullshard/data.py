@@ -13,6 +13,7 @@ import torch
 
 from fullshard.comm.groups import own_rank, rank_count
 from fullshard.errors import CheckpointError, OptionError, StateError
+from fullshard.keywords import checked_keywords
 
 T = TypeVar("T")
 Places = np.ndarray[Any, np.dtype[np.uint64]]
@@ -21,6 +22,24 @@ _ROUNDS = 12  # with 8, the orders of five samples were not equally likely
 _ORDER = 1  # increased when the same seed gives another order, across which resuming would be wrong
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("global_batch_size", "batch", "size", "train_batch_size"),
+        "Write batch_size=..., of all ranks together.",
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_batch_size", "per_device_train_batch_size", "batch_size_per_rank"),
+        "batch_size is that of all ranks together.",
+    ),
+    **dict.fromkeys(("dataset", "data", "length", "num_examples", "n"), "Write num_samples=len(dataset)."),
+    **dict.fromkeys(("num_replicas", "world_size", "num_ranks"), "Write ranks=N, or leave it out."),
+    **dict.fromkeys(("num_epochs", "max_epochs"), "Write epochs=N."),
+    **dict.fromkeys(("generator", "random_state", "random_seed"), "Write seed=N."),
+    **dict.fromkeys(("steps", "num_steps", "max_steps"), "Write epochs=N; None, the default, is endless."),
+}
+
+
+@checked_keywords(_OTHER_NAMES)
 class Batches:
     """A batch sampler whose batches depend on the seed and the step alone; each rank gets its share of them.
 

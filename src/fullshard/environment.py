@@ -8,10 +8,12 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fullshard.errors import OptionError
+
+if TYPE_CHECKING:  # imported where it is used: the command line does without it
+    import torch
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def compute_device(device: torch.device) -> torch.device:
     'cuda' alone is this rank's GPU too. Not the current device, as in torch: where nobody has set that, all
     ranks of a host would take the first. 'cpu:0' becomes 'cpu', to which torch compares it as unequal.
     """
+    import torch
+
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -110,6 +114,8 @@ def let_segments_grow() -> None:
     Full values, gradients and activations of different sizes come and go in turns, which leaves holes in
     segments of fixed size. With this, 2 to 22 % above the allocated peak was reserved (docs/benchmarks.md).
     """
+    import torch
+
     configured = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if not configured and change is not None and torch.cuda.is_available():
@@ -120,6 +126,8 @@ def free_bytes(device: torch.device) -> int:
     """Memory that this rank may still take on its device: its share of what is free there now."""
     launched = launch()
     if device.type == "cuda":
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free // -(-launched.local_ranks // torch.cuda.device_count()) + cached

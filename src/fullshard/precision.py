@@ -12,11 +12,37 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.errors import OptionError
+from fullshard.keywords import checked_keywords
 
 BLOCK = 256  # values that share a scale in 8-bit blocks
 ROW_ALIGN_BYTES = 16
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("param_dtype", "param", "parameters", "dtype", "forward", "cast_forward_inputs", "compute_dtype"),
+        "Write compute=torch.bfloat16.",
+    ),
+    **dict.fromkeys(
+        ("reduce_dtype", "grads", "gradients", "sum", "accumulate"), "Write reduce=torch.float32."
+    ),
+    **dict.fromkeys(("output_dtype", "output"), "Write outputs=torch.float32."),
+    **dict.fromkeys(
+        ("communication_data_type", "grad_comm_dtype", "send"),
+        "Write wire=..., the dtype of gradients on the wire.",
+    ),
+    **dict.fromkeys(
+        ("buffer_dtype", "buffers", "keep_low_precision_grads", "cast_root_forward_inputs"),
+        "Leave it out: buffers keep their dtype, and inputs are cast to compute.",
+    ),
+    **dict.fromkeys(
+        ("loss_scale", "scaler", "grad_scaler"),
+        "Leave it out: torch.amp.GradScaler works as without sharding.",
+    ),
+}
+
+
+@checked_keywords(_OTHER_NAMES)
 @dataclass(frozen=True)
 class Precision:
     """How a run computes. None means: as the parameter is.
@@ -95,14 +121,24 @@ PRESETS = {
 }
 
 
+# What other libraries call a preset.
+_OTHER_VALUES = {
+    "bf16": ("bfloat16", "bf16_mixed", "torch.bfloat16", "bf16_true", "amp", "mixed"),
+    "fp16": ("float16", "half", "16", "16_mixed", "fp16_mixed", "torch.float16", "f16"),
+    "fp32": ("float32", "32", "32_true", "full", "none", "no", "float", "torch.float32"),
+}
+
+
 def parse(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
     if isinstance(precision, str) and precision in PRESETS:
         return PRESETS[precision]
+    plain = str(precision).lower().replace("-", "_")
+    near = next((f"Did you mean {name!r}? " for name, others in _OTHER_VALUES.items() if plain in others), "")
     raise OptionError(
         f"unknown precision {precision!r}",
-        f"Choose one of {', '.join(map(repr, PRESETS))}, or give an fs.Precision.",
+        f"{near}Choose one of {', '.join(map(repr, PRESETS))}, or give an fs.Precision.",
     )
 
 

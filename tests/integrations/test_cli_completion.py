@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.options import STRATEGIES
+from fullshard.option_table import STRATEGIES
 from fullshard.tools import cli
 from fullshard.tools.cli import app
 from fullshard.tools.planning.sizes import SIZES

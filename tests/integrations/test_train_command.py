@@ -18,7 +18,8 @@ import pytest
 import ranks
 import training_runs as runs
 import warm
-from fullshard.training.command import EXAMPLE, RunFailed, _Launch
+from fullshard.training.command import RunFailed, _Launch
+from fullshard.training.example import EXAMPLE
 from fullshard.training.folder import RunFolder
 from training_runs import STEPS
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ import fullshard as fs
 from fullshard.errors import OptionError
 from fullshard.tools import cli
 from fullshard.tools.cli import app, printing
+from fullshard.training import example
 
 NAMES = ["train", "launch", "plan", "simulate", "inspect", "verify", "export", "env"]
 
@@ -187,7 +189,7 @@ def test_train_hands_its_options_on_and_returns_what_the_training_returned(
         calls.append((config, overrides, ranks, quiet))
         return 130
 
-    stand_in = types.SimpleNamespace(train=train, EXAMPLE="model: gpt  # which one\n")
+    stand_in = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "fullshard.training.command", stand_in)
     config = tmp_path / "c.yaml"
     config.write_text("model: gpt\n")
@@ -195,7 +197,7 @@ def test_train_hands_its_options_on_and_returns_what_the_training_returned(
     assert main("train", str(config), *options)[0] == 130
     assert main("train", str(config))[0] == 130
     assert calls == [(config, ["a.b=1", "c=x=y"], 3, True), (config, [], None, False)]
-    assert main("train", "--example") == (0, "model: gpt  # which one\n", "")
+    assert main("train", "--example") == (0, example.EXAMPLE, "")
 
 
 def test_export_to_onnx_hands_its_options_on_and_prints_what_was_done(
@@ -241,3 +243,37 @@ def test_env_names_versions_and_marks_untested_ones(monkeypatch: pytest.MonkeyPa
     text = main("env")[1]
     assert re.search(r"^accelerate +9\.9\.1, NOT TRIED: tests run with", text, re.MULTILINE)
     assert re.search(r"^lightning +not installed$", text, re.MULTILINE)
+
+
+# --- what is loaded ---------------------------------------------------------------------------------------
+
+
+def test_commands_that_need_no_torch_do_not_load_it() -> None:
+    """Help, versions, lists, completion and refusals: torch alone takes seconds to load."""
+    requests = [
+        *[[], ["--help"], ["--version"], ["frobnicate"], ["--frobnicate"]],
+        *([name, "--help"] for name in NAMES),
+        *([name, "--frobnicate"] for name in NAMES if name != "launch"),
+        *[["plan", "--list"], ["plan", "--list", "--json"], ["simulate", "--list"], ["plan"], ["simulate"]],
+        *[["train"], ["train", "--example"], ["train", "no/such.yaml"], ["train", "x", "--ranks", "0"]],
+        *[["export", "a"], ["launch"], ["inspect"], ["plan", "gpt2", "--precision", "fp8"]],
+        *(["--show-completion", shell] for shell in ("bash", "zsh", "fish")),
+    ]
+    code = (
+        "import contextlib, io, sys\n"
+        "from fullshard_command import main\n"
+        f"for request in {requests!r}:\n"
+        "    sys.argv = ['fullshard', *request]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
+        "        main()\n"
+        "    loaded = {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "    assert not loaded, (request, loaded)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_completion_has_the_options_of_torchrun() -> None:
+    from fullshard.tools.cli.launch import LAUNCH, _parser
+
+    there = {name for name in _parser()._option_string_actions if name.startswith("--") and "_" not in name}
+    assert set(LAUNCH.names()) == there - {"--help"}

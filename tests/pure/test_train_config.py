@@ -17,10 +17,11 @@ import yaml
 
 import fullshard as fs
 import training_runs as runs
-from fullshard import options, precision
+from fullshard import option_table, precision
 from fullshard.errors import MissingExtra, OptionError
 from fullshard.training import settings as _settings
-from fullshard.training.command import EXAMPLE, train
+from fullshard.training.command import train
+from fullshard.training.example import EXAMPLE
 from fullshard.training.folder import RunFolder
 from fullshard.training.gpt import GPT, GPTConfig, Initialiser, initialise
 from fullshard.training.optimizing import learning_rate
@@ -56,6 +57,7 @@ def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path:
     given = {"model.path", "model.config", "model.weights", "data.validation", "data.prompt"}
     given |= {"data.completion", "data.tokenizer", "data.cache", "training.time_limit_s"}
     given |= {"model.gpt.context", "model.gpt.vocabulary", "training.micro_batch_size"}
+    given |= {"training.warmup_steps"}
 
     def compare(kind: Any, here: dict[str, Any], key: str) -> None:
         hints = typing.get_type_hints(kind)
@@ -80,8 +82,8 @@ def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path:
 
 def test_choices_are_those_of_the_engine() -> None:
     hints = typing.get_type_hints(Sharding)
-    assert typing.get_args(hints["strategy"]) == options.STRATEGIES
-    assert typing.get_args(hints["across"]) == options.ACROSS
+    assert typing.get_args(hints["strategy"]) == option_table.STRATEGIES
+    assert typing.get_args(hints["across"]) == option_table.ACROSS
     assert set(typing.get_args(hints["precision"])) == set(precision.PRESETS)
 
 
@@ -424,3 +426,19 @@ def test_learning_rate_rises_in_a_line_and_falls_by_its_schedule() -> None:
 def _with(training: Training) -> Settings:
     data = _settings.Data(train=(Path("x"),))
     return Settings(output=Path("run"), model=_settings.Model(), data=data, training=training)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_warm_up_longer_than_the_run_is_refused_with_the_fix(tmp_path: Path, schedule: str) -> None:
+    path = runs.write_config(tmp_path, training={"steps": 10, "warmup_steps": 11, "schedule": schedule})
+    with pytest.raises(OptionError, match=r"warmup_steps' .* is 11, the run has 10 steps.* at most 10"):
+        load(path)
+    assert load(path, ["training.warmup_steps=10"]).training.warmup == 10
+    with pytest.raises(OptionError, match="the run has 7 steps"):
+        load(path, ["training.warmup_steps=10", "training.steps=7"])
+
+
+def test_the_default_warm_up_fits_into_a_short_run() -> None:
+    assert [Training(steps=steps).warmup for steps in (1, 9, 50, 99, 100, 1000)] == [0, 0, 5, 9, 100, 100]
+    rates = [learning_rate(step, Training(steps=50)) for step in range(50)]
+    assert max(rates) == Training().learning_rate

@@ -21,8 +21,9 @@ from fullshard import api
 from fullshard.errors import OptionError
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.measure import measure
-from fullshard.tools.simulation.models import PRESETS, decoder, describe, gpt
+from fullshard.tools.simulation.models import decoder
 from fullshard.tools.simulation.network import Link, Network, bandwidth, duration
+from fullshard.tools.simulation.presets import PRESETS, describe, gpt
 from fullshard.tools.simulation.run import Scenario, build
 
 CPU = torch.device("cpu")

@@ -26,6 +26,7 @@ from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.errors import CheckpointError, DamagedCheckpoint
+from fullshard.keywords import checked_keywords
 
 _log = logging.getLogger("fullshard")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|retired)-(?P<token>[0-9a-f]{16})")
@@ -198,6 +199,7 @@ def _saved_at(folder: Path) -> int | None:
         return None
 
 
+@checked_keywords(dict.fromkeys(("path", "folder", "directory", "run"), "Write root=..."))
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder, or None. No communication between ranks."""
     folder = Path(root)

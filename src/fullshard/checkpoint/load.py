@@ -24,6 +24,7 @@ from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, RankMismatch
+from fullshard.keywords import checked_keywords
 from fullshard.state.optimizer_state import show_state_shards
 
 
@@ -33,6 +34,25 @@ class Loaded(dict[str, Any]):
     notes: tuple[str, ...] = ()
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("folder", "directory", "load_dir", "checkpoint_id", "tag"), "Write path=..."),
+    **dict.fromkeys(
+        ("map_location", "device", "dtype"), "Leave it out: values go where the sharded parameters are."
+    ),
+    **dict.fromkeys(("weights_only", "mmap", "trust"), "Leave it out: nothing that is read can run code."),
+    **dict.fromkeys(("verify", "checksum"), "Leave it out: every byte is checked anyway."),
+    **dict.fromkeys(
+        ("partial", "allow_missing", "ignore_missing", "load_module_strict"), "Write strict=False."
+    ),
+    **dict.fromkeys(("scheduler", "extra", "step", "state"), "It is in the dict that fs.load returns."),
+    **dict.fromkeys(
+        ("model_only", "load_optimizer_states", "load_module_only"),
+        "Leave out the optimizer to load the model.",
+    ),
+}
+
+
+@checked_keywords(_OTHER_NAMES)
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

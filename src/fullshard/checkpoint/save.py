@@ -26,10 +26,42 @@ from fullshard.checkpoint.saving.writing import FilePlan, plan_files
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import OptionError, RankMismatch, StateError
+from fullshard.keywords import checked_keywords
 
 FILES = ("auto", "shared", "parts")
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        (
+            "step",
+            "epoch",
+            "metadata",
+            "scheduler",
+            "lr_scheduler",
+            "state",
+            "client_state",
+            "extra_state",
+            "user",
+        ),
+        "Write extra={'step': step, ...}: fs.load returns it.",
+    ),
+    **dict.fromkeys(("async_", "async_save", "asynchronous", "blocking", "wait"), "Write background=True."),
+    **dict.fromkeys(
+        ("keep", "max_to_keep", "save_total_limit", "total_limit", "limit", "save_top_k"),
+        "Write keep_last=N.",
+    ),
+    **dict.fromkeys(("folder", "directory", "save_dir", "checkpoint_id", "file", "to"), "Write path=..."),
+    **dict.fromkeys(
+        ("full_state_dict", "state_dict_type", "safe_serialization", "sharded", "format", "parts"),
+        "files='shared' or 'parts': either holds every element of the model.",
+    ),
+    **dict.fromkeys(("max_shard_size", "file_size"), "`fullshard export --file-size` splits files by size."),
+    **dict.fromkeys(("only_trainable", "trainable_only", "adapter_only"), "Write frozen=False."),
+}
+
+
+@checked_keywords(_OTHER_NAMES)
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from fullshard import keywords
 from fullshard.api import shard
-from fullshard.errors import OptionError
+from fullshard.option_table import OTHER_NAMES
 
 _KNOWN = tuple(name for name in inspect.signature(shard).parameters if name != "model")
 _given: dict[str, Any] = {}
@@ -29,10 +30,7 @@ class options:
     def __init__(self, **given: Any) -> None:
         unknown = sorted(set(given) - set(_KNOWN))
         if unknown:
-            raise OptionError(
-                f"options got {', '.join(map(repr, unknown))}, which fs.shard does not know",
-                f"Choose from {', '.join(_KNOWN)}.",
-            )
+            raise keywords.unknown("fullshard.hugging_face.options", unknown[0], _KNOWN, OTHER_NAMES)
         self._before = dict(_given)
         _given.update(given)
 

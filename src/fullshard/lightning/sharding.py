@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard import api
+from fullshard import api, keywords
 from fullshard import options as _options
 from fullshard.comm.control import end_groups_at_exit
 from fullshard.engine.runtime import engine_of, is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.option_table import OTHER_NAMES, TABLE
 from fullshard.plan.units import find_units, has_forward
 from fullshard.precision import Precision
 
@@ -55,8 +56,8 @@ def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, 
     refuse_checkpoint_io(rest.pop("checkpoint_io", None))
     unknown = sorted(rest.keys() - set(of_base))
     if unknown:
-        known = ", ".join(dict.fromkeys((*_NAMES, *of_base)))
-        raise OptionError(f"unknown option {unknown[0]!r} for a FullShardStrategy", f"Choose from: {known}.")
+        known = dict.fromkeys((*_NAMES, *of_base))
+        raise keywords.unknown("FullShardStrategy", unknown[0], known, OTHER_NAMES)
     if options.get("ranks_inside") is not None:
         _check_ranks_inside(options)
     return options, rest
@@ -149,7 +150,7 @@ def _refuse_other_options(module: nn.Module, made: Any, given: dict[str, Any], p
             f"{new[0]!r} was put into {type(module).__name__} after it had been sharded",
             "In configure_model, return early if the layers are there already.",
         )
-    requested = {name: _options.TABLE[name].default for name in ("strategy", "across")}
+    requested = {name: TABLE[name].default for name in ("strategy", "across")}
     requested |= given | {"precision": precision}
     for name in ("strategy", "across", "precision", "checkpoint_activations", "check_gradients"):
         if name in requested and requested[name] != getattr(made, name):

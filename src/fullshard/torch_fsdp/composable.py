@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.runtime import is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.keywords import checked_keywords
 from fullshard.plan.units import has_forward
 from fullshard.torch_fsdp.deferred import Phase, begin_unless_on_meta, is_on_meta, parameters_in, request_of
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
@@ -35,6 +36,7 @@ M = TypeVar("M", nn.Module, list[nn.Module])
 _SAME, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
+@checked_keywords(of="fully_shard")
 def fully_shard(
     module: M,
     *,

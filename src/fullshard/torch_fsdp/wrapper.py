@@ -24,6 +24,7 @@ from fullshard.comm import groups
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import map_tensors
 from fullshard.errors import NotSupported, OptionError, StateError
+from fullshard.keywords import checked_keywords
 from fullshard.torch_fsdp import state_dicts, strategies
 from fullshard.torch_fsdp.deferred import refuse_sharded, requests_in
 from fullshard.torch_fsdp.optimizer_calls import OptimizerCalls
@@ -51,6 +52,7 @@ from fullshard.torch_fsdp.wrapper_requests import (
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
+@checked_keywords(of="FullyShardedDataParallel")
 class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     """Wraps `module`; the outermost wrapper shards the model when it is first used.
 

@@ -22,14 +22,11 @@ import torch
 from fullshard import environment
 from fullshard.errors import FullshardError, OptionError
 from fullshard.training import models
-from fullshard.training.example import EXAMPLE
 from fullshard.training.folder import RunFolder
 from fullshard.training.preparing import choose_device, prepare
 from fullshard.training.report import write_report
 from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.settings import Settings, check_ranks, load
-
-__all__ = ["EXAMPLE", "RunFailed", "train"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

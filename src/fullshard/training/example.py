@@ -36,7 +36,7 @@ training:                    # sizes of batches are of all ranks together
   # micro_batch_size: 8      # sequences that a rank computes at once (all of its share)
   learning_rate: 3.0e-4
   # final_learning_rate: 0.1 # at the last step, as a part of learning_rate
-  # warmup_steps: 100
+  # warmup_steps: 100        # by default a tenth of a run of fewer than 100 steps
   # schedule: cosine         # or linear, constant
   # weight_decay: 0.1        # of matrices; norms and biases have none
   # betas: [0.9, 0.95]

@@ -31,10 +31,10 @@ def learning_rate(step: int, training: Training) -> float:
 
     A function of the step: a scheduler object would be one more thing to save and restore.
     """
-    if step < training.warmup_steps:
-        return training.learning_rate * (step + 1) / training.warmup_steps
+    if step < training.warmup:
+        return training.learning_rate * (step + 1) / training.warmup
     if training.schedule == "constant":
         return training.learning_rate
-    progress = min(1.0, (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps))
+    progress = min(1.0, (step - training.warmup) / max(1, training.steps - training.warmup))
     left = 1 - progress if training.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return training.learning_rate * (training.final_learning_rate + (1 - training.final_learning_rate) * left)

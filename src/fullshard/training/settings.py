@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fullshard.errors import OptionError
 from fullshard.extras import need
-from fullshard.options import TABLE, Across, Strategy
+from fullshard.option_table import TABLE, Across, Strategy
 from fullshard.training.gpt import GPTConfig
 from fullshard.training.schema import Source, apply_override, build
 
@@ -77,13 +77,20 @@ class Training:
     micro_batch_size: int | None = None
     learning_rate: float = 3e-4
     final_learning_rate: float = 0.1
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.1
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
     time_limit_s: float | None = None
+
+    @property
+    def warmup(self) -> int:
+        """Steps; by default 100, and a tenth of a run of fewer than 100."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return 100 if self.steps >= 100 else self.steps // 10
 
     @property
     def sequences(self) -> int:
@@ -177,7 +184,7 @@ _FIXED = (
     "training.sequences",
     "training.learning_rate",
     "training.final_learning_rate",
-    "training.warmup_steps",
+    "training.warmup",
     "training.schedule",
     "training.weight_decay",
     "training.betas",
@@ -188,6 +195,9 @@ _FIXED = (
 )
 
 
+_WRITTEN_AS = {"training.sequences": "training.batch_size", "training.warmup": "training.warmup_steps"}
+
+
 def fixed_values(settings: Settings) -> dict[str, Any]:
     """By key, the values that must be the same when a run is resumed."""
     values: dict[str, Any] = {}
@@ -195,7 +205,7 @@ def fixed_values(settings: Settings) -> dict[str, Any]:
         value: Any = settings
         for name in key.split("."):
             value = getattr(value, name)
-        values["training.batch_size" if key == "training.sequences" else key] = _plain(
+        values[_WRITTEN_AS.get(key, key)] = _plain(
             dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
         )
     if settings.training.schedule != "constant":
@@ -317,7 +327,7 @@ def _check_numbers(settings: Settings, file: str) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise OptionError(f"{key!r} in {file} is {value!r}", "Give a number above 0.")
     not_negative: dict[str, float] = {
-        "training.warmup_steps": training.warmup_steps,
+        "training.warmup_steps": training.warmup,
         "training.weight_decay": training.weight_decay,
         "evaluation.every": settings.evaluation.every,
         "sample.tokens": settings.sample.tokens,
@@ -326,6 +336,13 @@ def _check_numbers(settings: Settings, file: str) -> None:
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
             raise OptionError(f"{key!r} in {file} is {value!r}", "Give a number of at least 0.")
+    if training.warmup > training.steps:
+        raise OptionError(
+            f"'training.warmup_steps' in {file} is {training.warmup}, the run has {training.steps} steps: "
+            "the learning rate would never reach training.learning_rate",
+            f"Give training.warmup_steps of at most {training.steps}, or leave it out for "
+            f"{Training(steps=training.steps).warmup}.",
+        )
     if settings.seed >= 1 << 62:  # generators take 64 bits, and every rank has a seed of its own
         raise OptionError(f"'seed' in {file} is {settings.seed}", "Give a number below 2**62.")
     for key, value in (

@@ -11,6 +11,7 @@ import typer
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import print_report, progress
+from fullshard.tools.cli.shared import AsJson
 from fullshard.tools.cli.values import size
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 _Path = Annotated[
     Path, typer.Argument(metavar="PATH", help="A folder that fs.save or another library wrote.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _inspect(
@@ -27,14 +27,14 @@ def _inspect(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor with its dtype and shape.")
     ] = False,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> int:
     from fullshard.checkpoint.tools.inspecting import inspect
 
     return print_report(inspect(path, tensors), json)
 
 
-def _verify(path: _Path, json: _Json = False) -> int:
+def _verify(path: _Path, json: AsJson = False) -> int:
     from fullshard.checkpoint.tools.verifying import verify
 
     with progress("checked") as show:

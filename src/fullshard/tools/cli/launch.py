@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import shlex
 import signal
@@ -14,7 +15,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeGuard
 
 import typer
 
@@ -150,9 +151,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _long_options(parser: argparse.ArgumentParser) -> list[str]:
-    """For completion: each option once, with dashes instead of underscores."""
-    return sorted({o for o in parser._option_string_actions if o.startswith("--") and "_" not in o})
+def _long_options() -> list[str]:
+    """For completion: each option once, with dashes instead of underscores. They are read from the source of
+    torchrun, because importing it would import torch."""
+    torch = find_spec("torch")
+    folders = (torch and torch.submodule_search_locations) or ()
+    files = [file for folder in folders if (file := Path(folder) / "distributed" / "run.py").is_file()]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if _adds_argument(node)]
+    words = [str(one.value) for call in calls for one in call.args if isinstance(one, ast.Constant)]
+    return sorted({"--dry-run", *(word for word in words if word.startswith("--") and "_" not in word)})
+
+
+def _adds_argument(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -311,5 +322,5 @@ examples:
 Exit code 0: the script is done; 2: invalid request; otherwise the script's own, or
 128 plus the number of the signal that ended it.""",
     {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
-    names=lambda: _long_options(_parser()),
+    names=_long_options,
 )

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
-
-import torch
-import typer
+from typing import Any
 
 from fullshard.environment import cores
 from fullshard.extras import TRIED
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
+from fullshard.tools.cli.shared import AsJson
 from fullshard.version import VERSION
 
 _OTHERS = ("numpy", "safetensors", "peft", "isal", "typer", "rich", "onnx", "onnxruntime", "onnxscript")
 
 
-def _machine(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-) -> int:
+def _machine(json: AsJson = False) -> int:
     facts = _facts()
     if json:
         as_json_text(facts)
@@ -32,6 +28,8 @@ def _machine(
 
 
 def _facts() -> dict[str, Any]:
+    import torch
+
     backends = torch.distributed
     available = {
         "gloo": backends.is_gloo_available(),

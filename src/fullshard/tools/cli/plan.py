@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.errors import OptionError
-from fullshard.options import STRATEGIES
+from fullshard.option_table import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
-from fullshard.tools.cli.values import one_of, size, switch
+from fullshard.tools.cli.shared import TRAINING, AsJson, CheckpointActivations, Listing, NodeRanks, Ranks
+from fullshard.tools.cli.shared import precision as precision_option
+from fullshard.tools.cli.values import one_of, size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from fullshard.tools.planning.answers import Answer
     from fullshard.tools.planning.needs import Need
     from fullshard.tools.planning.subjects import Subject
-
-_TRAINING = "The training"
 
 
 def _plan(
@@ -31,8 +31,8 @@ def _plan(
             "that returns (model, batch).",
         ),
     ] = None,
-    sizes: Annotated[bool, typer.Option("--list", help="List the sizes and exit.")] = False,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Number of ranks, one per device.")] = 8,
+    sizes: Listing = False,
+    ranks: Ranks = 8,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of one device.")] = "80GiB",
     spare: Annotated[
         float,
@@ -46,23 +46,14 @@ def _plan(
         list[str] | None,
         typer.Option("--strategy", metavar="|".join(STRATEGIES), help="Only this strategy; may be repeated."),
     ] = None,
-    node_ranks: Annotated[
-        int | None, typer.Option("--node-ranks", metavar="N", help="Ranks per node, for hybrid.")
-    ] = None,
+    node_ranks: NodeRanks = None,
     precision: Annotated[
-        str,
-        typer.Option(
-            "--precision",
-            metavar="bf16|fp16|fp32",
-            callback=one_of("--precision", ("bf16", "fp16", "fp32")),
-            help="Compute dtype; everything else is fp32.",
-            rich_help_panel=_TRAINING,
-        ),
+        str, precision_option(("bf16", "fp16", "fp32"), "Compute dtype; everything else is fp32.")
     ] = "bf16",
     batch: Annotated[
         int | None,
         typer.Option(
-            "--batch", metavar="N", help="Sequences per rank and micro-batch (1).", rich_help_panel=_TRAINING
+            "--batch", metavar="N", help="Sequences per rank and micro-batch (1).", rich_help_panel=TRAINING
         ),
     ] = None,
     sequence: Annotated[
@@ -71,17 +62,14 @@ def _plan(
             "--sequence",
             metavar="N",
             help="Tokens per sequence (the model's context, 4096 at most).",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
-    checkpoint_activations: Annotated[
-        bool,
-        switch("checkpoint_activations", _TRAINING),
-    ] = False,
+    checkpoint_activations: CheckpointActivations = False,
     accumulate: Annotated[
         bool,
         typer.Option(
-            "--accumulate", help="Several micro-batches inside fs.accumulate.", rich_help_panel=_TRAINING
+            "--accumulate", help="Several micro-batches inside fs.accumulate.", rich_help_panel=TRAINING
         ),
     ] = False,
     optimizer: Annotated[
@@ -90,10 +78,10 @@ def _plan(
             "--optimizer",
             metavar="NAME",
             help="adamw, fused-adamw, adam, rmsprop, adagrad, sgd-momentum or sgd.",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = "adamw",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    json: AsJson = False,
 ) -> int:
     if sizes:
         return _list(json)
@@ -161,10 +149,9 @@ def _sizes() -> list[str]:
 
 
 def _list(json: bool) -> int:
-    from fullshard.tools.planning.decoder import num_parameters
     from fullshard.tools.planning.sizes import SIZES
 
-    counts = {name: num_parameters(shape) for name, shape in SIZES.items()}
+    counts = {name: shape.num_parameters for name, shape in SIZES.items()}
     if json:
         as_json_text(counts)
         return 0

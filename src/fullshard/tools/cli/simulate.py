@@ -8,22 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from fullshard.environment import compute_device
 from fullshard.errors import OptionError
-from fullshard.options import TABLE
+from fullshard.option_table import TABLE
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import table
-from fullshard.tools.cli.values import choice, one_of, size, switch
+from fullshard.tools.cli.shared import (
+    CLUSTER,
+    TRAINING,
+    AsJson,
+    CheckpointActivations,
+    Listing,
+    NodeRanks,
+    Ranks,
+)
+from fullshard.tools.cli.shared import (
+    precision as precision_option,
+)
+from fullshard.tools.cli.values import choice, one_of, size
 
 if TYPE_CHECKING:
+    import torch
+
     from fullshard.tools.simulation.network import Network
     from fullshard.tools.simulation.run import Result, Scenario
     from fullshard.tools.simulation.timeline import Timeline
 
-_CLUSTER, _TRAINING, _MEASURING = "The cluster", "The training", "Measuring"
+_MEASURING = "Measuring"
 
 
 @dataclass(frozen=True)
@@ -52,12 +65,10 @@ def _simulate(
             help="A preset, FILE.py:FUNCTION or package.module:FUNCTION that returns (model, batch).",
         ),
     ] = None,
-    presets: Annotated[bool, typer.Option("--list", help="List the presets and exit.")] = False,
-    ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", help="Number of ranks.", rich_help_panel=_CLUSTER)
-    ] = 8,
+    presets: Listing = False,
+    ranks: Ranks = 8,
     rank: Annotated[
-        int, typer.Option("--rank", metavar="R", help="The rank that runs here.", rich_help_panel=_CLUSTER)
+        int, typer.Option("--rank", metavar="R", help="The rank that runs here.", rich_help_panel=CLUSTER)
     ] = 0,
     link: Annotated[
         str,
@@ -65,28 +76,23 @@ def _simulate(
             "--link",
             metavar="RATE",
             help="Bandwidth per rank, one way: 50GB/s or 400Gb/s.",
-            rich_help_panel=_CLUSTER,
+            rich_help_panel=CLUSTER,
         ),
     ] = "50GB/s",
     latency: Annotated[
         str,
-        typer.Option("--latency", metavar="TIME", help="Latency of a collective.", rich_help_panel=_CLUSTER),
+        typer.Option("--latency", metavar="TIME", help="Latency of a collective.", rich_help_panel=CLUSTER),
     ] = "20us",
-    node_ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--node-ranks", metavar="N", help="Two levels: ranks per node.", rich_help_panel=_CLUSTER
-        ),
-    ] = None,
+    node_ranks: NodeRanks = None,
     inside: Annotated[
         str | None,
         typer.Option(
-            "--inside", metavar="RATE", help="Two levels: bandwidth inside a node.", rich_help_panel=_CLUSTER
+            "--inside", metavar="RATE", help="Two levels: bandwidth inside a node.", rich_help_panel=CLUSTER
         ),
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option("--layers", metavar="N", help="Blocks of a preset (all).", rich_help_panel=_TRAINING),
+        typer.Option("--layers", metavar="N", help="Blocks of a preset (all).", rich_help_panel=TRAINING),
     ] = None,
     tokens: Annotated[
         int | None,
@@ -94,45 +100,37 @@ def _simulate(
             "--tokens",
             metavar="N",
             help="Tokens per rank and step (4096; on a CPU 256).",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
     strategy: Annotated[
         str,
-        choice("strategy", _TRAINING),
+        choice("strategy", TRAINING),
     ] = TABLE["strategy"].default,
     across: Annotated[
         str,
-        choice("across", _TRAINING),
+        choice("across", TRAINING),
     ] = TABLE["across"].default,
     reduce: Annotated[
         str,
-        choice("reduce", _TRAINING),
+        choice("reduce", TRAINING),
     ] = TABLE["reduce"].default,
     precision: Annotated[
         str | None,
-        typer.Option(
-            "--precision",
-            metavar="fp32|bf16|fp16|int8",
-            help="Precision (bf16; on a CPU fp32).",
-            rich_help_panel=_TRAINING,
-        ),
+        precision_option(("fp32", "bf16", "fp16", "int8"), "Precision (bf16; on a CPU fp32)."),
     ] = None,
-    checkpoint_activations: Annotated[
-        bool,
-        switch("checkpoint_activations", _TRAINING),
-    ] = False,
+    checkpoint_activations: CheckpointActivations = False,
     keep_full: Annotated[
         str | None,
         typer.Option(
             "--keep-full",
             metavar="SIZE",
             help="Budget of units kept full: 2GiB, 'all', or 0.",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile each block.", rich_help_panel=_TRAINING)
+        bool, typer.Option("--compile", help="Compile each block.", rich_help_panel=TRAINING)
     ] = False,
     engine: Annotated[
         str,
@@ -171,10 +169,7 @@ def _simulate(
             rich_help_panel=_MEASURING,
         ),
     ] = None,
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=_MEASURING),
-    ] = False,
+    json: AsJson = False,
 ) -> int:
     if presets:
         return _list()
@@ -207,13 +202,13 @@ def _simulate(
 
 
 def _presets() -> list[str]:
-    from fullshard.tools.simulation.models import PRESETS
+    from fullshard.tools.simulation.presets import PRESETS
 
     return list(PRESETS)
 
 
 def _list() -> int:
-    from fullshard.tools.simulation.models import PRESETS, describe
+    from fullshard.tools.simulation.presets import PRESETS, describe
 
     rows = [(name, *describe(shape).split(", ", 1)) for name, shape in PRESETS.items()]
     table(("preset", "size", "shape"), rows, left=(0, 2))
@@ -250,6 +245,8 @@ def simulate(scenario: Scenario, engine: str, timeline: Timeline | None) -> Resu
 
 
 def _device(name: str | None) -> torch.device:
+    import torch
+
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:

@@ -37,15 +37,17 @@ def _train(
     for one in overrides or ():
         if "=" not in one:
             raise OptionError(f"--set is {one!r}", "Write it as KEY=VALUE, for example training.steps=500.")
-    from fullshard.training.command import EXAMPLE, train
-
     if example:
+        from fullshard.training.example import EXAMPLE
+
         print(EXAMPLE.rstrip())
         return 0
     assert config is not None
     if not config.is_file():
         what = f"{str(config)!r} is a folder" if config.is_dir() else f"there is no file {str(config)!r}"
         raise OptionError(what, "Pass a config file; `fullshard train --example > config.yaml` writes one.")
+    from fullshard.training.command import train
+
     return train(config, list(overrides or ()), ranks, quiet)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fullshard.errors import OptionError
-from fullshard.options import TABLE
+from fullshard.option_table import TABLE
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -7,8 +7,6 @@ torch's own kernels for them and returns the loss alone: that is what the simula
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -219,11 +217,3 @@ def fill(name: str, values: Tensor) -> None:
         values.normal_(std=0.02)
     else:
         values.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def num_parameters(shape: Shape) -> int:
-    """Of the model; only one block of it is built."""
-    with torch.device("meta"):
-        none, one = (Decoder(replace(shape, layers=layers)) for layers in (0, 1))
-    around, with_block = (sum(p.numel() for p in model.parameters()) for model in (none, one))
-    return around + shape.layers * (with_block - around)

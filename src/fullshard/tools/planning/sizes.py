@@ -37,6 +37,27 @@ class Shape:
     def size_of_head(self) -> int:
         return self.head_size or self.width // self.heads
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the model that `decoder` builds; a tied head counts once."""
+        norm = self.width * (2 if self.gpt2 else 1)  # LayerNorm has a bias
+        tables = self.vocabulary * (1 if self.tied else 2) + (self.context if self.gpt2 else 0)
+        block = self.norms * norm + self._attention_parameters + self._feed_parameters
+        return tables * self.width + self.layers * block + norm
+
+    @property
+    def _attention_parameters(self) -> int:
+        out, joint = self.heads * self.size_of_head, (self.heads + 2 * self.key_heads) * self.size_of_head
+        biases = (joint if self.qkv_bias or self.gpt2 else 0) + (self.width if self.gpt2 else 0)
+        return self.width * (joint + out) + biases + (2 * self.size_of_head if self.qk_norm else 0)
+
+    @property
+    def _feed_parameters(self) -> int:
+        if self.gpt2:
+            return 2 * self.width * self.feed + self.feed + self.width
+        gated = 3 * self.width * self.feed
+        return self.experts * (gated + self.width) if self.experts else gated
+
 
 def gpt2(layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024) -> Shape:
     """Of GPT-2's family."""

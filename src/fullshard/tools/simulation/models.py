@@ -1,4 +1,4 @@
-"""Models to simulate: two plain families in several sizes, or a function of the user's that builds one."""
+"""Models to simulate: a preset, or a function of the user's that builds one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,8 @@ from fullshard.errors import OptionError
 from fullshard.options import parse
 from fullshard.plan.units import find_units
 from fullshard.tools.planning.decoder import Decoder, initialize
-from fullshard.tools.planning.sizes import Shape, gpt2
-
-
-def gpt(layers: int, width: int, heads: int, vocabulary: int, context: int = 1024) -> Shape:
-    """Of GPT-2's family, on torch's own kernels."""
-    return replace(gpt2(layers, width, heads, vocabulary, context), fused=True)
-
-
-# One vocabulary for a family, so that sizes can be compared.
-PRESETS = {
-    "gpt-8m": gpt(8, 256, 4, 8192, 256),  # for a CPU
-    "gpt-124m": gpt(12, 768, 12, 50304),
-    "gpt-350m": gpt(24, 1024, 16, 50304),
-    "llama-1b": Shape(16, 2048, 32, 8, 8192, 32000, 4096, fused=True),
-    "llama-8b": Shape(32, 4096, 32, 8, 14336, 32000, 4096, fused=True),
-    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, fused=True),
-}
+from fullshard.tools.planning.sizes import Shape
+from fullshard.tools.simulation.presets import PRESETS, describe
 
 
 @dataclass(frozen=True)
@@ -124,13 +109,6 @@ def decoder(name: str, shape: Shape, tokens: int) -> Subject:
 
     about = f"{name}: {describe(shape)}; {batch_size * length:,} tokens per rank and step"
     return Subject(name, about, lambda: Decoder(shape), batch, initialize)
-
-
-def describe(shape: Shape) -> str:
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in Decoder(shape).parameters())
-    shown = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    return f"{shown} parameters, {shape.layers} layers of width {shape.width}"
 
 
 def _function(name: str) -> Callable[[], Any]:
