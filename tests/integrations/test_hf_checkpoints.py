@@ -92,6 +92,48 @@ def _without_dropout(folder: str, options: dict[str, Any], resume: Any = None) -
     return {"steps": hf_runs.steps(made), "logits": logits}
 
 
+def _as_scripts_do(folder: str, options: dict[str, Any], resume: Any, launched: bool) -> dict[str, Any]:
+    """Without `use_cpu`, which scripts for GPUs do not give; launched, or plain `python`."""
+    if not launched:
+        hf_runs.alone()
+    try:
+        row = _without_dropout(folder, options | {"use_cpu": False}, resume)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return row
+
+
+def test_a_checkpoint_resumes_on_one_rank_and_from_one_rank_on_two(tmp_path: Path) -> None:
+    """Compared with an uninterrupted run of one process that is not sharded."""
+    unsharded = ranks.run(_without_dropout, 1, str(tmp_path / "plain"), SAVING, timeout_s=240)[0]
+    ranks.run(_as_scripts_do, 2, str(tmp_path / "two"), SHARDED | SAVING, None, True, timeout_s=240)
+    of_two = str(tmp_path / "two" / "checkpoint-2")
+    for launched in (True, False):
+        one = tmp_path / f"one-{launched}"
+        found = ranks.run(_as_scripts_do, 1, str(one), FULL | SAVING, of_two, launched, timeout_s=240)[0]
+        hf_runs.compare(found["steps"], unsharded["steps"])
+        assert torch.allclose(found["logits"], unsharded["logits"], atol=1e-5)
+        assert (one / "checkpoint-4" / "pytorch_model_fsdp_0" / "fullshard.json").is_file()
+    of_one = str(tmp_path / "one-False" / "checkpoint-4")
+    for row in ranks.run(_as_scripts_do, 2, str(tmp_path), FULL | SAVING, of_one, True, timeout_s=240):
+        hf_runs.compare(row["steps"], unsharded["steps"])
+        assert torch.allclose(row["logits"], unsharded["logits"], atol=1e-5)
+    refused = ranks.run(_as_scripts_do, 1, str(tmp_path), SAVING, of_two, False, timeout_s=240)[0]
+    assert "CheckpointError" in refused["error"]
+    assert "Resume with --fsdp" in refused["error"]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="ranks with devices are data-parallel")
+def test_ranks_that_would_all_train_the_same_copy_are_refused(tmp_path: Path) -> None:
+    rows = ranks.run(_as_scripts_do, 2, str(tmp_path / "out"), SAVING, None, True, timeout_s=240)
+    for rank, row in enumerate(rows):
+        assert row["error"].startswith(
+            f"OptionError: rank {rank}: 2 ranks were started, FSDP is not requested"
+        )
+        assert "--fsdp" in row["error"]
+    assert not (tmp_path / "out" / "checkpoint-2").exists()
+
+
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 2,

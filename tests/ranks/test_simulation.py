@@ -324,7 +324,8 @@ import sys, time
 begun = time.perf_counter()
 import torch
 from fullshard.tools.simulation.group import Cluster, joined
-from fullshard.tools.simulation.models import decoder, gpt
+from fullshard.tools.simulation.models import decoder
+from fullshard.tools.simulation.presets import gpt
 from fullshard.tools.simulation.network import Link, Network
 from fullshard.tools.simulation.run import Scenario, build
 imported = time.perf_counter()

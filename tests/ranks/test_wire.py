@@ -8,7 +8,8 @@ from torch import nn
 
 import engines
 import ranks
-from fullshard.tools.simulation.models import Decoder, gpt
+from fullshard.tools.planning.decoder import Decoder
+from fullshard.tools.simulation.presets import gpt
 
 INT8 = {
     "gather": {"gather": torch.int8},

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fullshard.engine.runtime import is_sharded
+from fullshard.errors import CheckpointError
 from fullshard.hugging_face import checkpoints
 from fullshard.hugging_face.patching import PATCHES
 from fullshard.hugging_face.preparing import count, uses_fsdp
@@ -27,6 +28,7 @@ def apply(module: ModuleType) -> None:
     if module.__name__ == "transformers.trainer":
         PATCHES.replace(module.Trainer, "save_model", _save_model)
         PATCHES.replace(module.Trainer, "_save_checkpoint", _save_checkpoint)
+        PATCHES.replace(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
     elif module.__name__ == "transformers.trainer_utils":
         PATCHES.replace(module, "get_last_checkpoint", _get_last_checkpoint)
     else:
@@ -40,6 +42,20 @@ def _save_checkpoint(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return save_checkpoint
+
+
+def _load_from_checkpoint(original: Any) -> Any:
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """transformers refuses it too, without the remedy."""
+        if not self.is_fsdp_enabled and _has_our_model(Path(resume_from_checkpoint)):
+            raise CheckpointError(
+                f"{str(resume_from_checkpoint)!r} was saved by sharded ranks, and FSDP is not requested now",
+                "Resume with --fsdp, or TrainingArguments(fsdp=True): one rank or plain python is enough. To "
+                "use the model alone, give the folder to from_pretrained.",
+            )
+        original(self, resume_from_checkpoint, model)
+
+    return load_from_checkpoint
 
 
 def _save_model(original: Any) -> Any:
@@ -113,7 +129,9 @@ def _get_last_checkpoint(original: Any) -> Any:
 
 
 def _has_our_model(folder: Path) -> bool:
-    return any(checkpoints.MODEL_FOLDER in entry.name for entry in folder.iterdir() if entry.is_dir())
+    return folder.is_dir() and any(
+        checkpoints.MODEL_FOLDER in entry.name for entry in folder.iterdir() if entry.is_dir()
+    )
 
 
 def _is_complete(folder: Path) -> bool:

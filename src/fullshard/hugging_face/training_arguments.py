@@ -37,8 +37,10 @@ def _post_init(original: Any) -> Any:
         if self.fsdp and launch().ranks > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         original(self)
+        if self.fsdp and launch().ranks == 1 and self.n_gpu > 1:
+            self._n_gpu = 1  # one rank, one GPU: Trainer would spread the model over all by nn.DataParallel
         full_eval = next((n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(self, n)), None)
-        if self.fsdp and launch().ranks > 1 and full_eval is not None:
+        if self.fsdp and full_eval is not None:
             # Trainer would cast the parameters themselves and lose the precision that they train in.
             raise NotSupported(
                 f"TrainingArguments with {full_eval} casts the parameters, which are sharded in their dtype",
@@ -54,7 +56,7 @@ def _process_fsdp_args(original: Any) -> Any:
     def process_fsdp_args(self: Any) -> Any:
         fsdp = self.fsdp  # the original replaces it
         plugin_arguments = original(self)
-        if plugin_arguments is None or launch().ranks == 1:
+        if plugin_arguments is None:
             return plugin_arguments
         config = self.fsdp_config
         _refuse_unread(config)
