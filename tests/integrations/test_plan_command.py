@@ -21,7 +21,7 @@ from fullshard.errors import OptionError
 from fullshard.tools import cli
 from fullshard.tools.planning import sizes, subjects
 from fullshard.tools.planning.answers import Answer, Question, answer
-from fullshard.tools.planning.decoder import Decoder, num_parameters
+from fullshard.tools.planning.decoder import Decoder
 from fullshard.tools.planning.needs import OPTIMIZERS
 from fullshard.tools.planning.subjects import Batch, Subject, find
 
@@ -107,7 +107,7 @@ def count(model: nn.Module) -> int:
 
 
 def test_every_size_has_as_many_parameters_as_was_published() -> None:
-    assert {name: num_parameters(shape) for name, shape in sizes.SIZES.items()} == PUBLISHED
+    assert {name: shape.num_parameters for name, shape in sizes.SIZES.items()} == PUBLISHED
     for name in ("gpt2", "llama-3.2-1b", "mixtral-8x7b", "qwen3-0.6b", "gemma-2-2b"):
         assert count(find(name, Batch()).build()) == PUBLISHED[name]
 
