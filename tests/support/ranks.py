@@ -44,7 +44,17 @@ from typing import Any, NamedTuple
 __all__ = ["Outcome", "RankError", "RankFailure", "outcome", "run"]
 
 # What a server has imported before it forks workers, by the library that the test file is about.
-COMMON = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "fullshard"]
+COMMON = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "pytest",
+    "fullshard.api",
+    "fullshard.checkpoint.load",
+    "fullshard.checkpoint.save",
+    "fullshard.data",
+]
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "t5")]
 PRELOADED = {
     "": COMMON,
