@@ -20,6 +20,7 @@ import ranks
 from fullshard.errors import OptionError
 from fullshard.tools import cli
 from fullshard.tools.planning import sizes, subjects
+from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.answers import Answer, Question, answer
 from fullshard.tools.planning.decoder import Decoder
 from fullshard.tools.planning.needs import OPTIMIZERS
@@ -133,6 +134,140 @@ def test_size_is_followed_as_the_model_that_transformers_builds(kind: str) -> No
 @pytest.mark.parametrize("name", ["Llama-3-8B", "llama_3_8b", "llama3-8b", "llama-3.1-8b"])
 def test_size_is_found_however_people_write_it(name: str) -> None:
     assert sizes.known(name) is sizes.SIZES["llama-3-8b"]
+
+
+# --- LoRA and QLoRA -----------------------------------------------------------------------------------------
+
+
+def _lora_bytes(targets: Any) -> dict[str, Any]:
+    """What a rank of a real LoRA training holds after a step: peft's adapters, a bf16 base."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(_tiny_llama(), config)
+    sharded = fs.shard(model, precision="bf16", merge_units=0)
+    optimizer = torch.optim.AdamW([p for p in sharded.parameters() if p.requires_grad])
+    tokens = torch.arange(32)[None]
+    sharded(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    parameters = list(sharded.parameters())
+    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in parameters),
+        "gradients": sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None),
+        "optimizer": sum(value.numel() * value.element_size() for value in kept),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+def _tiny_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+
+
+def _tiny_llama() -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(_tiny_config()).to(torch.bfloat16)
+
+
+def _tiny_need(adapters: Adapters, **more: Any) -> tuple[Answer, Any]:
+    subject = subjects.hugging_face("tiny", _tiny_config().to_dict(), Batch(1, 32))
+    question = Question(
+        memory_bytes=GIB, strategies=("zero3",), on_gpu=False, adapters=adapters, **{"ranks": 2, **more}
+    )
+    found = answer(subject, question)
+    return found, found.needs[0]
+
+
+@pytest.mark.parametrize(
+    ("planned", "real"), [("all-linear", "all-linear"), ("q_proj, v_proj", ["q_proj", "v_proj"])]
+)
+def test_lora_holds_what_a_real_run_with_peft_holds(planned: str, real: Any) -> None:
+    held = ranks.run(_lora_bytes, 2, real, timeout_s=240)
+    found, one = _tiny_need(Adapters(4, planned, "bf16"))
+    assert found.num_trainable == sum(row["trainable"] for row in held)
+    for name, bytes_planned in (
+        ("parameters", one.parameters),
+        ("gradients", one.gradients),
+        ("optimizer", one.optimizer),
+    ):
+        total = sum(row[name] for row in held)
+        assert total <= 2 * bytes_planned <= total * 1.02, name  # lanes are padded to equal intervals
+
+
+def test_nf4_takes_half_a_byte_and_the_scales_of_its_blocks() -> None:
+    """Per element: 1/2, one byte per 64, and four bytes per 64 x 256."""
+    config = _tiny_config()
+    width, feed, keys = config.hidden_size, config.intermediate_size, 2 * config.hidden_size // 4
+    linears = 3 * (2 * width * width + 2 * width * keys + 3 * width * feed)
+    rest = 2 * 512 * width + (2 * 3 + 1) * width
+    found, one = _tiny_need(Adapters(4, "all-linear", "nf4"), ranks=1)
+    plain, _ = _tiny_need(Adapters(4, "all-linear", "bf16"), ranks=1)
+    assert found.num_parameters == plain.num_parameters == linears + rest + found.num_trainable
+    expected = linears // 2 + 2 * rest + 4 * found.num_trainable
+    assert expected <= one.parameters <= 1.02 * expected
+    subject = subjects.hugging_face("tiny", config.to_dict(), Batch(1, 32))
+    model = subject.build()
+    before = sum(buffer.nbytes for buffer in model.buffers())
+    Adapters(4, "all-linear", "nf4").attach(model, torch.bfloat16)
+    scales = sum(buffer.nbytes for buffer in model.buffers()) - before
+    assert linears / 64 + linears / 64 / 256 * 4 <= scales <= linears / 64 + linears / 64 / 256 * 4 + 4 * 21
+
+
+def test_qlora_of_seventy_billion_fits_where_all_parameters_do_not() -> None:
+    said = (
+        "llama-3-70b",
+        "--ranks",
+        "2",
+        "--memory",
+        "48GiB",
+        "--sequence",
+        "512",
+        "--checkpoint-activations",
+    )
+    assert asked(*said, "--strategy", "zero3")[0] == 1
+    assert asked(*said, "--strategy", "zero3", "--lora", "16")[0] == 1
+    code, found = asked(*said, "--strategy", "zero3", "--lora", "16", "--base-dtype", "nf4")
+    assert (code, found["advice"], found["best"]) == (0, [], "zero3")
+    assert found["lora"] == {"rank": 16, "targets": "all-linear", "base_dtype": "nf4"}
+    assert found["trainable_parameters"] == 207_093_760  # 80 x 16 x the widths of seven Linears
+    assert found["strategies"]["zero3"]["gradient_bytes"] * 2 >= 4 * 207_093_760
+
+
+def test_attention_alone_has_fewer_adapters_and_names_of_transformers_are_understood() -> None:
+    said = ("smollm2-135m", "--sequence", "64", "--lora", "8", "--strategy", "zero3")
+    counts = {
+        targets: asked(*said, "--lora-targets", targets)[1]["trainable_parameters"]
+        for targets in ("all-linear", "attention", "q_proj,v_proj", "query,value")
+    }
+    assert counts["all-linear"] > counts["attention"] > counts["q_proj,v_proj"] == counts["query,value"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (("--lora", "0"), "the rank of the adapters"),
+        (("--lora-targets", "attention"), "is for --lora"),
+        (("--base-dtype", "nf4"), "is for --lora"),
+        (("--lora", "8", "--base-dtype", "int3"), "Choose one of fp32, bf16, fp16, nf4"),
+        (("--lora", "8", "--lora-targets", "querry"), "Did you mean query?"),
+    ],
+)
+def test_wrong_request_for_adapters_is_refused(arguments: tuple[str, ...], answer: str) -> None:
+    code, _, err = main("smollm2-135m", "--sequence", "64", *arguments)
+    assert code == 2
+    assert answer in err
 
 
 # --- what fits --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from fullshard.tools.cli.values import one_of, size
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fullshard.tools.planning.adapters import Adapters
     from fullshard.tools.planning.answers import Answer
     from fullshard.tools.planning.needs import Need
     from fullshard.tools.planning.subjects import Subject
@@ -81,6 +83,34 @@ def _plan(
             rich_help_panel=TRAINING,
         ),
     ] = "adamw",
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            "--lora",
+            metavar="RANK",
+            help="Only adapters of this rank train; the base is frozen.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(
+            "--lora-targets",
+            metavar="all-linear|attention|NAME,NAME",
+            help="Linears that have an adapter (all-linear).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    base_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--base-dtype",
+            metavar="fp32|bf16|fp16|nf4",
+            callback=one_of("--base-dtype", ("fp32", "bf16", "fp16", "nf4")),
+            help="Of the frozen base of --lora (as --precision); nf4 is QLoRA's.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> int:
     if sizes:
@@ -100,6 +130,7 @@ def _plan(
         node_ranks=node_ranks,
         accumulate=accumulate,
         spare=spare / 100,
+        adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
     )
     result = answer(_subject(model, batch, sequence), question)
     if json:
@@ -107,6 +138,17 @@ def _plan(
     else:
         _print(result)
     return 0 if result.best is not None else 1
+
+
+def _adapters(rank: int | None, targets: str | None, base_dtype: str, given: bool) -> Adapters | None:
+    from fullshard.tools.planning.adapters import ALL, Adapters
+
+    if rank is not None:
+        return Adapters(rank, targets or ALL, base_dtype)
+    if targets is not None or given:
+        option = "--lora-targets" if targets is not None else "--base-dtype"
+        raise OptionError(f"{option} is for --lora", "Give the rank of the adapters: --lora 16.")
+    return None
 
 
 def _strategies(names: list[str] | None, node_ranks: int | None) -> tuple[str, ...]:
@@ -179,6 +221,9 @@ def _print(result: Answer) -> None:
     question = result.question
     more = ", activations recomputed" if question.recompute else ""
     more += ", inside fs.accumulate" if question.accumulate else ""
+    if question.adapters is not None:
+        more += f", LoRA of rank {question.adapters.rank} on {question.adapters.targets}"
+        more += f" ({result.num_trainable:,} parameters train), base in {question.adapters.base_dtype}"
     print(
         f"{result.subject.name}: {result.num_parameters:,} parameters; {question.ranks} ranks of "
         f"{_gib(question.memory_bytes)} GiB; {question.precision}, {question.optimizer}, "
@@ -229,6 +274,8 @@ def _as_json(result: Answer) -> dict[str, Any]:
     return {
         "model": result.subject.name,
         "parameters": result.num_parameters,
+        "trainable_parameters": result.num_trainable,
+        "lora": None if question.adapters is None else asdict(question.adapters),
         "ranks": question.ranks,
         "memory_bytes": question.memory_bytes,
         "room_bytes": question.room_bytes,
@@ -283,6 +330,7 @@ examples:
   fullshard plan --list
   fullshard plan llama-3-8b --ranks 8 --memory 80GiB --batch 2 --sequence 4096
   fullshard plan llama-3-70b --ranks 4 --memory 24GiB      exit code 1: it does not fit
+  fullshard plan llama-3-70b --ranks 2 --memory 48GiB --lora 16 --base-dtype nf4
   fullshard plan path/to/config.json --memory 24GiB --checkpoint-activations
   fullshard plan my_model.py:make --ranks 2 --json | jq .strategies.zero3.peak_bytes
 

@@ -11,6 +11,7 @@ from fullshard.errors import OptionError
 from fullshard.options import Options, parse
 from fullshard.plan.plan import size
 from fullshard.plan.units import find_units
+from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
 from fullshard.tools.planning.subjects import Subject
 from fullshard.tools.planning.tracing import trace
@@ -34,6 +35,7 @@ class Question:
     accumulate: bool = False
     on_gpu: bool = True
     spare: float = SPARE
+    adapters: Adapters | None = None  # None: every parameter trains
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -83,6 +85,7 @@ class Answer:
     subject: Subject
     question: Question
     num_parameters: int
+    num_trainable: int
     needs: tuple[Need, ...]
     saved_bytes: int  # activations of the blocks
     loss_bytes: int  # in addition, for logits and loss
@@ -100,13 +103,15 @@ class Answer:
 
 
 def answer(subject: Subject, question: Question) -> Answer:
-    model = subject.build()
+    model, count = _model(subject, question)
     step = _step(model, subject, question)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     needs = tuple(_need(step, question, strategy) for strategy in question.strategies)
     plain = Answer(
         subject,
         question,
-        sum(parameter.numel() for parameter in model.parameters()),
+        count if question.adapters is None else count + trainable,
+        trainable,
         needs,
         step.saved_bytes,
         max(0, step.activation_peak_bytes - step.saved_bytes),
@@ -114,6 +119,14 @@ def answer(subject: Subject, question: Question) -> Answer:
         (),
     )
     return plain if plain.best is not None else replace(plain, advice=tuple(_advice(plain, step)))
+
+
+def _model(subject: Subject, question: Question) -> tuple[nn.Module, int]:
+    """The model on meta, with its adapters, and the number of its parameters without them."""
+    model = subject.build()
+    if question.adapters is None:
+        return model, sum(parameter.numel() for parameter in model.parameters())
+    return model, question.adapters.attach(model, question.options("zero3").precision.compute)
 
 
 def _need(step: Step, question: Question, strategy: str) -> Need:
@@ -156,7 +169,7 @@ def _advice(answer: Answer, step: Step) -> list[str]:
     lines.append(_ranks_line("With these options", fewest, question))
     if not question.recompute:
         again = replace(question, recompute=True)
-        other = _step(answer.subject.build(), answer.subject, again)
+        other = _step(_model(answer.subject, again)[0], answer.subject, again)
         here = _need(other, again, "zero3")
         if here.peak <= question.room_bytes:
             lines.append(f"With --checkpoint-activations zero3 fits here: {size(here.peak)} at the peak.")

@@ -129,9 +129,12 @@ def need(step: Step, ranks: int, options: Options, replicas: int = 1) -> Need:
 
 def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[Need]:
     lanes = [lane for unit in plan.units for lane in unit.lanes]
-    full = plan.schedule.full_bytes_at(step.calls)
-    if options.replicated and all(lane.dtypes.rest == lane.dtypes.compute for lane in lanes):
-        full = [0] * len(full)  # parameters are computed with as they rest
+    # Replicated parameters that rest in the compute dtype are computed with as they rest.
+    own = [
+        sum(x.full_bytes for x in unit.lanes if not options.replicated or x.dtypes.rest != x.dtypes.compute)
+        for unit in plan.units
+    ]
+    full = [sum(own[unit] for unit in units) for units in plan.schedule.full_at(step.calls)]
     accumulation = 0
     if step.accumulates_locally and options.accumulates_locally:
         accumulation = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes if lane.trainable)
