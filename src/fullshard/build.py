@@ -168,11 +168,11 @@ def _live(index: int, unit: Unit, planned: Planned, lanes: list[Lane], comm: Com
     for lane, (_, members) in zip(lanes, planned, strict=True):
         for member, compute in zip(members, lane.compute_parameters, strict=True):
             for module, attribute in member.sites:
-                slots.add(module, (module._parameters, attribute), member.parameter, compute, member.name)
+                slots.add_site((module, attribute), member.parameter, compute, member.name)
                 sites.append((module, attribute))
             for alias in member.aliases:
                 place = alias.container, alias.key
-                slots.add(None, place, member.parameter, compute, member.name)
+                slots.add_alias(place, member.parameter, compute, member.name)
     return LiveUnit(index, unit.name, unit.modules, lanes, slots, sites, unit.merged, unit.policy, comm)
 
 

@@ -349,3 +349,58 @@ def test_kept_units_are_the_last_that_fit_and_never_the_root() -> None:
 def test_a_wrong_budget_is_refused(wrong: Any) -> None:
     with pytest.raises(fs.FullshardError, match="keep_full"):
         fs.plan(nn.Linear(2, 2), ranks=2, keep_full=wrong)
+
+
+# --- one memory, two tensors -----------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, first: torch.Tensor, second: torch.Tensor, frozen: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a.weight = nn.Parameter(first)
+        self.b.weight = nn.Parameter(second, requires_grad=not frozen)
+
+
+def _tied_by_data(device: str = "cpu") -> Pair:
+    pair = Pair(torch.randn(4, 4, device=device), torch.randn(4, 4, device=device))
+    pair.b.weight = nn.Parameter(pair.a.weight.data)
+    return pair
+
+
+def _with_buffer() -> Pair:
+    pair = Pair(torch.randn(4, 4), torch.randn(4, 4))
+    pair.register_buffer("kept", pair.a.weight.detach()[1:])
+    return pair
+
+
+_flat, _wide = torch.randn(40), torch.randn(4, 8)
+ONE_MEMORY = {
+    "assigned .data": (_tied_by_data, "'b.weight'"),
+    "on meta": (lambda: _tied_by_data("meta"), "'b.weight'"),
+    "transposed": (lambda: Pair(_wide[:, :4], _wide[:, :4].t()), "'b.weight'"),
+    "overlapping": (lambda: Pair(_flat[:16].view(4, 4), _flat[8:24].view(4, 4)), "'b.weight'"),
+    "one is frozen": (lambda: Pair(_flat[:16].view(4, 4), _flat[:16].view(4, 4), frozen=True), "'b.weight'"),
+    "interleaved and overlapping": (lambda: Pair(_wide[:, :4], _wide[:, 3:7]), "'b.weight'"),
+    "a buffer": (_with_buffer, "buffer 'kept'"),
+    "expanded": (lambda: Pair(torch.randn(4, 1).expand(4, 4), torch.randn(4, 4)), "expand()"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_MEMORY)
+def test_two_tensors_over_one_memory_are_refused_by_name(name: str) -> None:
+    make, other = ONE_MEMORY[name]
+    with pytest.raises(fs.FullshardError, match=r"'a\.weight'") as info:
+        _units(make())
+    assert other in str(info.value)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_and_tied_parameters_are_sharded() -> None:
+    tied = Pair(torch.randn(4, 4), torch.randn(4, 4))
+    tied.b.weight = tied.a.weight
+    frozen = Pair(torch.randn(4, 4), torch.randn(4, 1).expand(4, 4), frozen=True)
+    interleaved = Pair(_wide[:, :4], _wide[:, 4:])
+    for model in (tied, frozen, interleaved, Pair(_flat[:16].view(4, 4), _flat[16:32].view(4, 4))):
+        assert _units(model)
+    shared = _tied_by_data()
+    assert _units(shared, ignore=("a.weight", "b.weight"))

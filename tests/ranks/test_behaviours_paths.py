@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import engines
 import ranks
 import reference
 from engines import (
     STEPS,
+    WIDTH,
     HalfUsed,
     Net,
     assert_same,
@@ -23,7 +24,9 @@ from engines import (
     marked,
     my_rank,
     on_both_engines,
+    refusals,
     sgd,
+    shard_blocks,
 )
 from reference import Trace
 
@@ -235,3 +238,41 @@ def _one_rank_is_slow() -> bool:
 def test_rank_that_is_only_slow_is_waited_for() -> None:
     """Slow reading of data is no fault: nothing may be raised before a rank is seen to be elsewhere."""
     assert ranks.run(_one_rank_is_slow, 2, timeout_s=60) == [True, True]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        for at, layer in enumerate(self.blocks):
+            if at != skipped:
+                x = x + layer(x)
+        return x
+
+
+class WithEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        out: Tensor = self.head(self.encoder(x, skipped))
+        return out
+
+
+def _drop_in_a_part(inside: bool) -> float:
+    model = shard_blocks(build(WithEncoder))
+    x, rank = batch(0, my_rank())[0], my_rank()
+    out = model(x, rank) if inside else model.head(model.encoder(x, rank))
+    out.sum().backward()
+    return float(out.detach().sum())
+
+
+def test_layer_drop_differs_between_ranks_inside_the_models_forward_and_is_refused_in_a_part_of_it() -> None:
+    found = ranks.run(_drop_in_a_part, 2, True)
+    plain = build(WithEncoder)
+    for rank, value in enumerate(found):
+        assert value == pytest.approx(float(plain(batch(0, rank)[0], rank).detach().sum()), rel=1e-5)
+    assert all("different operations" in text for text in refusals(_drop_in_a_part, False))

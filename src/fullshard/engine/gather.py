@@ -57,6 +57,7 @@ class Gathering:
         self._fresh: set[int] = set()  # gathered in this pass, or kept full and still valid
         self._not_in_backward: frozenset[int] | None = None  # frozen units that no rank's backward needed
         self._began_backward: set[int] = set()
+        self.settle_writes: Callable[[], None] = lambda: None  # before anything that was written is released
 
     # ---- one unit
 
@@ -157,13 +158,14 @@ class Gathering:
                     self._take_part(unit, repeated)
                     if running.releasing and not self._kept(unit, running):
                         unit.release()
+            self.settle_writes()
         finally:
             self.forward = None
         for unit in self.units:
             root_stays = unit is self.root and unit.policy.stays_full is not False
             stays = root_stays or unit.pass_state.unhooked or (not first_pass and self._kept(unit, running))
             if not keep or (running.releasing and not stays):
-                unit.release()
+                unit.release(even_if_read=not keep)
             unit.pass_state.claims = 0
         self._settle_for_profiler()
 
@@ -265,7 +267,10 @@ class Gathering:
         full = {unit.index for unit in self.units if unit.state is not State.AT_REST}
         self._fresh = {0} if schedule.releases else full
         self.backward = Pass(Walk(schedule.backward_walk(full, self._not_in_backward or frozenset())))
-        self.root.ready("backward", again=True)  # an evaluation since forward may have released it
+        for unit in self.units:
+            # An evaluation since forward may have released it.
+            if unit is self.root or unit.pass_state.read:
+                unit.ready("backward", again=True)
         return schedule
 
     def began(self, unit: LiveUnit) -> None:
@@ -284,9 +289,9 @@ class Gathering:
 
     def end_backward(self) -> None:
         for unit in self.units:
+            unit.end_backward()
             if not self.keeping:
                 unit.release()
-            unit.end_backward()
         self._settle_for_profiler()
         self.backward = None
         self._learn_backward()

@@ -23,6 +23,7 @@ from fullshard.engine.direct import Place, linear
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import snapshot, tensors_in
 from fullshard.engine.unit import LiveUnit
+from fullshard.engine.writes import watch_data
 from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 from fullshard.plan.units import has_forward
 
@@ -263,6 +264,7 @@ class MethodGuard(Attached):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shows_all = self.runtime.options.replicated and self.method.__name__ not in _RESETS
         shows_all |= self.runtime.initialising is not None  # gathers a unit when its values are touched
+        shows_all |= self.runtime.computes()  # so does a Reading
         if self.unit.pass_state.depth or self.unit.is_unsharded or shows_all:
             return self.method(*args, **kwargs)
         raise AtRestError(
@@ -354,6 +356,8 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             before.last = module.register_forward_hook(after, always_call=True).id
         _attach_inside(runtime, unit)
+    watch_data()
+    runtime.watch_sites()
     runtime.guard = guard
     guard(runtime)
     for module in model.modules():

@@ -110,7 +110,7 @@ class InferenceSession:
             return
         if unit.index == 0:
             for other in self._units:
-                other.release()
+                other.release(even_if_read=True)
         elif not unit.pass_state.awaited:
             unit.release()
 
@@ -148,7 +148,7 @@ class InferenceSession:
             unit.drop_calls()  # interrupted, if any of its forwards seems to run
             unit.held = False
             if unit.index not in self._were_full:
-                unit.release()
+                unit.release(even_if_read=True)
 
     # ---- parameters that change inside
 

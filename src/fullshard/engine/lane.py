@@ -51,6 +51,7 @@ from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.home import DeviceHome, Home
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.wire import Wire, parameter_wire
+from fullshard.engine.writes import Writes, set_data
 from fullshard.errors import StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
 from fullshard.plan.tensor_parallel import Spec, local_of, spec_of
@@ -91,6 +92,7 @@ class Lane:
             nn.Parameter(view if spec is None else spec.wrap(view), requires_grad=p.requires_grad)
             for p, spec, view in zip(parameters, specs, views, strict=True)
         ]
+        self.writes = Writes(self.compute_parameters)
         wire = parameter_wire(dtypes)
         self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
         self._node_share = NodeShare(self) if comm.two_level and self._receive is None else None
@@ -202,7 +204,71 @@ class Lane:
             self.show_sharded()
             if self.permanent:  # the full value is the shard
                 for parameter, view in zip(self.compute_parameters, self.shard_views, strict=True):
-                    local_of(parameter).data = view
+                    set_data(local_of(parameter), view)
+
+    # ---- values written while the unit computes
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the full value is the shards' own, neither cast nor sent in 8 bits."""
+        return self.dtypes.compute == self.dtypes.rest and (self._receive is None or self.replicated)
+
+    def take_replaced_compute(self) -> None:
+        """`p.data = value` on a compute parameter counts like a write in place; it views `full` again."""
+        if not self.writes.assigned:
+            return
+        unfit: list[tuple[Piece, torch.Tensor]] = []
+        for parameter, piece in zip(self.compute_parameters, self.layout.pieces, strict=True):
+            place, value = piece_view(self.full.data, piece), local_of(parameter).detach()
+            if value.data_ptr() == place.data_ptr() and value.shape == place.shape:
+                continue
+            set_data(local_of(parameter), place)
+            if value.shape == place.shape:
+                place.copy_(value)
+            else:
+                unfit.append((piece, value))
+        for piece, value in unfit:
+            self.writes.forget()
+            self._refuse_shape(piece, value, "it has", "A sharded parameter keeps its shape.")
+
+    def changed_pieces(self, before: torch.Tensor | None = None) -> list[bool]:
+        """By parameter, whether this rank's elements of the full value are other than at rest, or `before`.
+
+        What came in 8-bit blocks cannot be compared, and counts as changed.
+        """
+        if before is None and self._receive is not None and not self.replicated:
+            return [True] * len(self.parameters)
+        own = self.full if before is not None or self.replicated else self.own
+        known = before if before is not None else self.home.stage(self.rest).to(own.dtype)
+        ranges = (
+            (piece.start, piece.stop) if own is self.full else self.layout.in_shard(piece, self.comm.rank)
+            for piece in self.layout.pieces
+        )
+        return [not torch.equal(as_bytes(own[a:b]), as_bytes(known[a:b])) for a, b in ranges]
+
+    def differing_pieces(self, is_full: bool, tag: OpTag) -> list[bool]:
+        """By parameter, whether this rank wrote other values than the rank that keeps them: a collective.
+
+        A rank whose unit is not full takes part with its shard.
+        """
+        flat = self._empty(self.layout.total, self.dtypes.compute)
+        source = self.own_interval(self.rest) if self.replicated else self.home.stage(self.rest)
+        self.own_interval(flat).copy_(self.own if is_full else source)
+        self._gather_flat(flat, tag)
+        pieces = self.layout.pieces
+        if not is_full:
+            return [False] * len(pieces)
+        return [
+            not torch.equal(as_bytes(flat[p.start : p.stop]), as_bytes(self.full[p.start : p.stop]))
+            for p in pieces
+        ]
+
+    def keep_written(self) -> None:
+        """The shard takes this rank's elements of the full value."""
+        if not self.permanent:
+            self.home.put_back(self.rest, self.full if self.replicated else self.own)
+        if self._node_share is not None:
+            self._node_share.invalidate()
 
     def _refuse_shape(self, piece: Piece, value: torch.Tensor, has: str, remedy: str) -> None:
         given = f"parameter {piece.name!r} was given a value of shape {tuple(value.shape)}"
@@ -330,6 +396,9 @@ class NodeShare:
     def crossed(self, again: bool) -> None:
         """A gather across nodes was issued. A forward's result is kept where a backward may follow."""
         self._keep = None if again else torch.is_grad_enabled()
+
+    def invalidate(self) -> None:
+        self._fresh = False
 
     def gathered(self) -> None:
         if self._keep is not None:

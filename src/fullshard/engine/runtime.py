@@ -9,6 +9,7 @@ end of the graph task is the signal.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +26,12 @@ from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine.gather import Gathering, current_task
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
+from fullshard.engine.reading import Reading
 from fullshard.engine.reduce import Reduction
 from fullshard.engine.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
 from fullshard.engine.unit import NO_TASK, LiveUnit, State
 from fullshard.environment import return_memory_to_system
-from fullshard.errors import NotSupported, StateError, unit_label
+from fullshard.errors import AtRestError, NotSupported, Stalled, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.plan import Plan
 from fullshard.policy import UnitPolicy
@@ -41,6 +43,10 @@ _SETTLED = 3
 _version = attrgetter("_version")
 
 DEFERRED = "_fullshard_deferred"
+_WRITE_BETWEEN_STEPS = (
+    "Write parameters between steps: an update element by element works on the shards as it is, any other "
+    "inside `with fs.full(model):`. Keep statistics in buffers."
+)
 
 
 class Turn:
@@ -76,6 +82,7 @@ class Runtime:
         self.gathering = Gathering(self.units, comm, options)
         self.reduction = Reduction(self.units, comm, options)
         self.reduction.before_send = self.gathering.pass_backward_to
+        self.gathering.settle_writes = self._settle_writes
         self.unfinished: Callable[[], None] | None = None  # what is left to do or check at the first forward
         # Set while scripts still initialise a new model's values; called before units are opened.
         self.initialising: Callable[[], None] | None = None
@@ -85,6 +92,11 @@ class Runtime:
         self._versions: list[int] | None = None
         self._tasks: list[int] = []
         self._passes = 0
+        self._outermost = self.root  # the unit whose forward is, or was, around all that run
+        self._written: list[LiveUnit] = []  # in the running pass, not settled yet
+        self._read: set[LiveUnit] = set()  # in the running pass, by other modules
+        self._readable: dict[int, tuple[LiveUnit, nn.Parameter, nn.Parameter]] = {}  # by id of the parameter
+        self._readings: dict[int, Reading] = {}
         self.steps = 0  # optimizer steps taken on these parameters
         self._values = self._values_in_backward = (0, 0)
         self._observer: Observer | None = None
@@ -114,6 +126,8 @@ class Runtime:
             self._begin_pass()
         elif self.gathering.forward is None and unit.pass_state.depth == 0:
             self._follow_user()  # a part of the model is called by itself: no pass will notice it
+        if self._outermost.pass_state.depth == 0:
+            self._outermost = unit
         try:
             return self._enter(unit, module, args, kwargs)
         except BaseException:
@@ -147,6 +161,8 @@ class Runtime:
             return output
         node = now.nodes.pop()
         unit.leave()
+        if now.depth == 0 and unit.wrote():
+            self._note_written(unit)
         if self._observer is not None:
             self._observer.end(_forward_kind(), unit.name)
         grad = torch.is_grad_enabled()
@@ -166,6 +182,8 @@ class Runtime:
                 gathering.inference.leave(unit)
                 return output
             now.called |= hooked or (gathering.forward is not None and gathering.forward.grads)
+            if gathering.forward is None and now.depth == 0:
+                self._settle_writes()  # a part of the model was called by itself
             if unit is not self.root:
                 gathering.leave(unit, hooked)
             elif now.depth == 0:
@@ -332,9 +350,12 @@ class Runtime:
     @contextmanager
     def shown(self, unit: LiveUnit) -> Iterator[None]:
         """Full parameters in the modules' places while a recomputation runs."""
+        before: list[torch.Tensor] = []
         if unit.pass_state.depth == 0:
             self._begin_backward()
             self.gathering.need(unit)
+            if unit.writes:
+                before = [lane.full.clone() for lane in unit.lanes]
         unit.enter()
         if self._observer is not None:
             self._observer.begin(_forward_kind(), unit.name)
@@ -344,6 +365,8 @@ class Runtime:
             unit.leave()
             if self._observer is not None:
                 self._observer.end(_forward_kind(), unit.name)
+            if before:  # here, because checkpointing ends a recomputation by an exception
+                self._refuse_written_again(unit, before)
 
     # ---- backward
 
@@ -382,6 +405,8 @@ class Runtime:
         """Its backward is over. Its gradients are reduced afterwards, so its full value is released first."""
         if self._observer is not None:
             self._observer.end("backward", unit.name)
+        if unit.wrote():
+            self._note_written(unit)
         if unit is not self.root and not self.gathering.keeping:
             unit.release()
 
@@ -436,6 +461,7 @@ class Runtime:
         with torch.no_grad():
             self.gathering.pass_rest_of_backward()
             self.reduction.flush()
+            self._settle_writes()
             self.gathering.end_backward()
             self.comm.check_agreement()  # before anything reaches p.grad
             self.reduction.finish()
@@ -443,6 +469,178 @@ class Runtime:
                 self.comm.step += 1
         if self._observer is not None:
             self._observer.end("end of backward", "")
+
+    # ---- parameters that other modules read
+
+    def watch_sites(self) -> None:
+        """From now on modules show parameters of units that are not computing as `shown_to_reader` has it."""
+        for unit in self.units:
+            for lane in unit.lanes:
+                if not lane.specs:  # a Reading stands for plain tensors only
+                    for sharded, compute in zip(lane.parameters, lane.compute_parameters, strict=True):
+                        self._readable[id(sharded)] = unit, sharded, compute
+        seen: set[int] = set()
+        shared: set[int] = set()
+        for unit in self.units:
+            shared |= seen.intersection(unit.slots.module_ids)
+            seen.update(unit.slots.module_ids)
+        for unit in self.units:
+            unit.slots.attach(shared, self.computes, self.shown_to_reader)
+
+    def computes(self) -> bool:
+        """Whether a forward of the model or of a part of it runs, or a backward."""
+        return self._outermost.pass_state.depth > 0 or current_task() != NO_TASK
+
+    def shown_to_reader(self, parameter: Any) -> Any:
+        """What code that runs while the model computes gets of a parameter whose unit does not."""
+        place = self._readable.get(id(parameter))
+        if place is None or (place[0].is_unsharded and not place[0].cast):
+            return parameter
+        unit, sharded, compute = place
+        reading = self._readings.get(id(parameter))
+        if reading is None or reading.requires_grad != sharded.requires_grad:
+            make_full = torch.compiler.disable(partial(self._read_from, unit))  # type: ignore[no-untyped-call]
+            reading = Reading.make(sharded, compute, make_full)
+            self._readings[id(parameter)] = reading
+        return reading
+
+    def _read_from(self, unit: LiveUnit, parameter: nn.Parameter) -> None:
+        """Other code than the unit's own computes with this parameter: the unit becomes full, and stays."""
+        if unit.pass_state.depth:
+            return
+        if current_task() != NO_TASK and unit.state is State.AT_REST:
+            raise AtRestError(
+                f"parameter {unit.name_of(parameter)!r} of {unit_label(unit.name)} was read in backward"
+                f"{_by_caller()}, where only this rank's elements are present",
+                "Read it in forward, or between steps inside `with fs.full(model):`.",
+            )
+        if not self.computes() and self.gathering.forward is None:
+            raise AtRestError(
+                f"parameter {unit.name_of(parameter)!r} of {unit_label(unit.name)} was obtained in a forward "
+                "and used after it",
+                "Use it inside the forward, or inside `with fs.full(model):`.",
+            )
+        self.gathering.need(unit)
+        unit.pass_state.read = True
+        if unit not in self._read:
+            self._read.add(unit)
+            for other in self.units:
+                other.storages |= unit.storages  # views of it that leave a module are copied
+
+    # ---- parameters that a forward writes
+
+    def _note_written(self, unit: LiveUnit) -> None:
+        """Its full value is kept until `_settle_writes`."""
+        for lane in unit.lanes:
+            lane.take_replaced_compute()
+        if self.gathering.inference is not None:
+            self._refuse_write_in_inference(unit)
+            return
+        unit.writes = unit.pass_state.written = True
+        if unit not in self._written:
+            self._written.append(unit)
+
+    def _settle_writes(self) -> None:
+        """What forwards wrote into parameters goes into the shards if all ranks wrote the same: a collective.
+
+        Only where there was a write. Ranks that wrote differently (a max_norm, statistics of their own batch)
+        would mix their values; one process has no counterpart to that.
+        """
+        for unit in self._read:
+            if unit.wrote():
+                self._note_written(unit)
+        self._read.clear()
+        if not self._written:
+            return
+        units, self._written = self._written, []
+        for unit in units:
+            unit.pass_state.written = False
+        try:
+            problem = self._keep_written(units)
+        finally:
+            for lane in self.lanes:
+                lane.writes.forget()
+        if problem is not None:
+            if current_task() == NO_TASK:
+                self.gathering.abandon_pass()
+            raise problem
+
+    def _keep_written(self, units: Sequence[LiveUnit]) -> StateError | None:
+        mine = [int(lane.writes.seen()) for lane in self.lanes]
+        try:
+            written = self.comm.all_gather_ints(mine, "writes of forward").amax(0).tolist()
+        except Stalled as error:
+            names = ", ".join(unit_label(unit.name) for unit in units)
+            what = (
+                f"parameters of {names} were written by a forward of this rank, but not of all: {error.what}"
+            )
+            raise Stalled(what, _WRITE_BETWEEN_STEPS) from error
+        kept: list[Lane] = []
+        problem: StateError | None = None
+        for unit in self.units:
+            for lane in unit.lanes:
+                if not written[self.lanes.index(lane)]:
+                    continue
+                is_full = unit.state is State.FULL or lane.permanent
+                found = self._written_problem(lane, is_full)
+                problem = problem or found
+                if is_full:
+                    kept.append(lane)
+        for lane in kept:
+            if problem is None:
+                lane.keep_written()
+            elif lane.permanent:
+                self.comm.broadcast(lane.rest)  # the ranks go on alike, if the error is caught
+        return problem
+
+    def _written_problem(self, lane: Lane, is_full: bool) -> StateError | None:
+        """The same on all ranks."""
+        comm, tag = self.comm, self.comm.tag(lane.unit, "writes of forward")
+        if lane.is_exact:
+            flags = lane.differing_pieces(is_full, tag)
+            what = "with different values on different ranks"
+        else:
+            flags = lane.changed_pieces() if is_full else [False] * len(lane.parameters)
+            what = f"where it is a copy in {lane.dtypes.compute} of {lane.dtypes.rest} values"
+        digest = _checksum(lane.own.clone()) if is_full and comm.replicas > 1 else 0
+        table = comm.all_gather_ints([comm.rank, digest, *map(int, flags)], "writes of forward")
+        by_place: dict[int, set[int]] = {}
+        for place, theirs in table[:, :2].tolist():
+            by_place.setdefault(place, set()).add(theirs)
+        bad = table[:, 2:].amax(0).tolist()
+        if lane.is_exact and any(len(digests) > 1 for digests in by_place.values()):
+            bad = [1, *bad[1:]]  # replicas differ, in some parameter
+        if not any(bad):
+            return None
+        names = [piece.name for piece, flag in zip(lane.layout.pieces, bad, strict=True) if flag]
+        return StateError(
+            f"{unit_label(lane.unit)}: parameter {names[0]!r} was written while its module computed, {what}",
+            _WRITE_BETWEEN_STEPS,
+        )
+
+    def _refuse_write_in_inference(self, unit: LiveUnit) -> None:
+        for lane in unit.lanes:
+            changed = lane.changed_pieces() if lane.writes.seen() and not lane.permanent else []
+            lane.writes.forget()
+            for piece, flag in zip(lane.layout.pieces, changed, strict=False):
+                if flag:
+                    raise StateError(
+                        f"{unit_label(unit.name)}: parameter {piece.name!r} was written while its module "
+                        "computed inside fs.inference",
+                        _WRITE_BETWEEN_STEPS,
+                    )
+
+    def _refuse_written_again(self, unit: LiveUnit, before: Sequence[torch.Tensor]) -> None:
+        for lane, values in zip(unit.lanes, before, strict=True):
+            lane.take_replaced_compute()
+            for piece, flag in zip(lane.layout.pieces, lane.changed_pieces(values), strict=True):
+                if flag:
+                    raise StateError(
+                        f"{unit_label(unit.name)}: parameter {piece.name!r}, which its forward writes, was "
+                        "written once more when activations were computed again",
+                        "Shard without checkpoint_activations, or write it between steps.",
+                    )
+            lane.writes.forget()
 
     # ---- fs.full
 
@@ -497,6 +695,17 @@ class Runtime:
 
 def _checksum(values: torch.Tensor) -> int:
     return zlib.crc32(as_bytes(values.detach().cpu()).numpy().data)
+
+
+def _by_caller() -> str:
+    """Which module's code runs, for a message."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not isinstance(module, torch.Tensor):
+            return f" by {type(module).__name__}.{frame.f_code.co_name}"
+    return ""
 
 
 def _refuse_double_backward(unit: LiveUnit) -> None:

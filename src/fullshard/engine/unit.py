@@ -30,6 +30,7 @@ from torch import nn
 from fullshard.comm.groups import Comm
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
+from fullshard.engine.reading import Reading
 from fullshard.engine.slots import Slots
 from fullshard.plan.units import looks_up_only
 from fullshard.policy import UnitPolicy
@@ -61,6 +62,8 @@ class PassState:
     to_recompute: set[nn.Module] = field(default_factory=set)  # and those called, but not again in backward
     called: bool = False  # by a forward whose backward is not over
     unhooked: bool = False  # a forward left nothing that marks the beginning of its backward: stays full
+    read: bool = False  # other modules computed with its parameters: stays full until backward is over
+    written: bool = False  # its full value was written, and that was not settled yet: stays full
     pending: int = 0  # calls whose input node has not come up in backward yet
     task: int = NO_TASK  # graph task in which its backward began
 
@@ -116,11 +119,19 @@ class LiveUnit:
         self.results: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}  # attributes that hold results
         self.state = State.AT_REST
         self.is_unsharded = False  # inside fs.full
+        self.writes = False  # a forward has written into its parameters
         self.held = False  # inside fs.inference: stays full until that is left
         self.pass_state = PassState()
 
     def hold(self, inner: list[LiveUnit]) -> None:
         self.inner, self.inner_indices = inner, frozenset(unit.index for unit in inner)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        for lane in self.lanes:
+            for known, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
+                if known is parameter:
+                    return piece.name
+        return ""
 
     def unsharded_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """The shape that each of its parameters has inside fs.full."""
@@ -161,9 +172,12 @@ class LiveUnit:
             lane.wait()
         self.state = State.FULL
 
-    def release(self) -> None:
-        self.pass_state.claims = 0
-        if self.state is State.AT_REST or self.pass_state.depth or self.held or not self.releasable:
+    def release(self, even_if_read: bool = False) -> None:
+        now = self.pass_state
+        now.claims = 0
+        if self.state is State.AT_REST or now.depth or now.written or self.held or not self.releasable:
+            return
+        if now.read and not even_if_read:
             return
         observer = self.observer
         if observer is not None:
@@ -213,6 +227,10 @@ class LiveUnit:
             self.slots.show_sharded(now.shown)
             now.frame = None
 
+    def wrote(self) -> bool:
+        """Whether user code wrote into its compute parameters, and that was not settled yet."""
+        return any(lane.writes.seen() for lane in self.lanes)
+
     def runs(self) -> bool:
         """Whether a forward of it is running, and was not interrupted."""
         return self.pass_state.depth > 0 and is_running(self.pass_state.frame)
@@ -246,6 +264,8 @@ class LiveUnit:
         gradient leaves through a node of its own, younger than all the unit made: autograd runs it first,
         so the unit is full before anything it left elsewhere (an auxiliary loss, say) is differentiated.
         """
+        if type(tensor) is Reading:
+            return tensor.full().clone()
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         if tensor.untyped_storage()._cdata in self.storages:

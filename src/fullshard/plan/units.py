@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ModelError, OptionError
 from fullshard.options import Options
-from fullshard.plan.aliases import Alias, find_aliases
+from fullshard.plan.aliases import Alias, find_aliases, refuse_shared_memory
 from fullshard.plan.layout import Region, memory_order
 from fullshard.plan.tensor_parallel import largest_part, local_of, mesh_of, region_of
 from fullshard.policy import DEFAULT_POLICY, UnitPolicy
@@ -97,6 +97,7 @@ def looks_up_only(modules: Sequence[nn.Module]) -> bool:
 def find_units(model: nn.Module, options: Options) -> list[Unit]:
     """All units in definition order, the root first. Units without parameters are left out."""
     ignored = _ignored(model, options)
+    refuse_shared_memory(model, ignored)
     members = _members(model, ignored)
     names = {module: name for name, module in model.named_modules()}
     chosen = _chosen(model, options)

@@ -80,10 +80,11 @@ def _finish(runtime: Runtime) -> None:
         }
         for module, attribute in unit.sites:
             sharded = module._parameters[attribute]
-            unit.slots.add(module, (module._parameters, attribute), *compute[id(sharded)])
+            unit.slots.add_site((module, attribute), *compute[id(sharded)])
             stand_in = module.__dict__.get("forward")
             if isinstance(stand_in, StandIn) and not unit.slots.stands_in(stand_in):
                 unit.slots.add_forward(module, stand_in)
         for key, known in compute.items():
             for reference in references.get(key, ()):
-                unit.slots.add(None, (reference.container, reference.key), *known)
+                unit.slots.add_alias((reference.container, reference.key), *known)
+    runtime.watch_sites()
