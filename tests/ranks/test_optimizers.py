@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import cases
 import engines
+import optimizer_kinds as kinds
 import ranks
 import reference
 from cases import ALL, Case, Outcome
@@ -328,6 +329,71 @@ def test_step_between_micro_batches_is_seen_by_the_next_one_or_refused() -> None
                 (loss_of(plain, batch(0, rank)) / 2).backward()
             optimizer.step()
             assert loss in ("StateError", pytest.approx(loss_of(plain, batch(0, 0)).item(), rel=1e-5)), name
+
+
+# --- optimizers of one's own ------------------------------------------------------------------------------
+
+OWN: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "plain": kinds.Plain,
+    "signed": kinds.Signed,
+    "by the norm of each gradient": kinds.ByGradientNorm,
+    "foreach": kinds.WithForeach,
+    "state in the constructor": kinds.StateInConstructor,
+    "a kernel of its own": kinds.OwnKernel,
+    "a wrapper without hooks": lambda ps: kinds.Wrapper(torch.optim.AdamW(ps, lr=0.01, eps=1e-4), False),
+    "a subclass of AdamW": lambda ps: type("Mine", (torch.optim.AdamW,), {})(ps, lr=0.01, eps=1e-4),
+    "declared": lambda ps: type("Mine", (kinds.RarelyClipped,), {"fullshard_step": "element-wise"})(ps),
+}
+WRONG: dict[str, tuple[Callable[[Parameters], torch.optim.Optimizer], str]] = {
+    "by the norm of a parameter": (kinds.ByParameterNorm, "the norm of a parameter over its entire tensor"),
+    "by a sum over all": (kinds.BySumOverAll, "the sum of"),
+    "late": (kinds.Late, "the norm of a parameter"),
+    "random": (kinds.Noisy, "random numbers"),
+    "a wrapper without hooks": (lambda ps: kinds.Wrapper(torch.optim.AdamW(ps), True), "Wrapper"),
+    "a wrong declaration": (
+        lambda ps: type("Mine", (kinds.Plain,), {"fullshard_step": "full"})(ps),
+        "fullshard_step is 'full'",
+    ),
+}
+
+
+def _train_own() -> dict[str, Outcome]:
+    return {name: cases.on_a_rank(Case(optimizer=make)) for name, make in OWN.items()}
+
+
+def test_element_wise_optimizer_of_ones_own_trains_as_in_one_process() -> None:
+    outcomes = ranks.run(_train_own, 2)
+    for name, make in OWN.items():
+        cases.assert_as_in_one_process(Case(optimizer=make), [outcome[name] for outcome in outcomes])
+
+
+def _refuse_wrong() -> dict[str, tuple[str, str, str]]:
+    import fullshard as fs
+
+    refused = {}
+    for name, (make, _) in WRONG.items():
+        model = fs.shard(build())
+        optimizer = make(model.parameters())
+        loss_of(model, batch(0, my_rank())).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        random = torch.get_rng_state()
+        refused[name] = cases.refusal(optimizer.step)
+        assert all(reference.bitwise(p.detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+        assert torch.equal(random, torch.get_rng_state())
+        if name != "a wrong declaration":
+            copied = fs.shard(build(), strategy="replicate")
+            optimizer = make(copied.parameters())
+            loss_of(copied, batch(0, my_rank())).backward()
+            optimizer.step()
+    return refused
+
+
+def test_optimizer_that_is_not_provably_element_wise_is_refused_with_the_reason_on_all_ranks() -> None:
+    first, second = ranks.run(_refuse_wrong, 2)
+    for name, (_, part) in WRONG.items():
+        assert first[name][0] == "OptimizerError"
+        assert part in first[name][1], (name, first[name])
+        assert first[name][1].removeprefix("rank 0") == second[name][1].removeprefix("rank 1")
 
 
 def _with_plain_companion() -> bool:

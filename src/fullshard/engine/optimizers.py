@@ -1,38 +1,56 @@
-"""Which optimizers may step on shards, and what their state dicts show.
+"""Which optimizers may step on shards.
 
-A check comes before every step of any torch optimizer. From its first step, or from `fs.load`, on, an
-optimizer's `state_dict()` holds StateShards as the model's does: a bare shard under a full name is how people
-lose state.
+A check comes before every step of any torch optimizer. Torch's own element-wise classes pass by their type. A
+copy of any other one is tried on synthetic shards before its first step (`optimizer_trial`): what is not
+provably element-wise is refused, unless its class declares `fullshard_step = "element-wise"`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import optim
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.lane import Lane
+from fullshard.engine.optimizer_trial import Placed, try_on_shards
+from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import OptimizerError, StateError
 from fullshard.plan.layout import Region
 
-# They use full matrices, full vectors or norms of parameters, and a shard has none of these.
-NOT_ELEMENT_WISE = {
-    "Adafactor", "LBFGS", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "SM3", "Lamb", "LAMB", "FusedLAMB",
-    "Lars", "LARS", "LARC", "NovoGrad", "CAME", "GaLoreAdamW", "GaLoreAdafactor", "KFAC", "AdaLomo",
-    "Lomo", "SparseAdam", "Apollo", "APOLLOAdamW", "FusedNovoGrad", "DistributedMuon", "MuonWithAuxAdam",
+# By exact type: a subclass may do anything in its step.
+_ELEMENT_WISE = {
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
+_DECLARATION = "fullshard_step"  # an attribute of an optimizer or its class
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the check before an optimizer's first step has found."""
+
+    count: int  # of its parameters: another one means another check
+    runtimes: list[weakref.ref[Runtime]]
+    plain_gradients: bool
+
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Runtime]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
+_plain_gradients: dict[int, PlainGradients] = {}  # of optimizers whose step runs, by identity
 
 
 def own(runtime: Runtime) -> None:
@@ -76,31 +94,46 @@ def _answering(lane: Lane, region: Region | None) -> tuple[Comm, bool] | None:
 norms.owners_comm = _comm_of_gradient
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _owners:
         return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _checked.get(optimizer)
-    if known is None or known[0] != count:
-        found = _check(optimizer)
-        for holder in found:
+    if known is None or known.count != count:
+        runtimes, plain = _check(optimizer, callable(closure))
+        for holder in runtimes:
             holder.adopt_optimizer(optimizer)
-        known = (count, [weakref.ref(r) for r in found])
-        _checked[optimizer] = known
-    runtimes = [runtime for reference in known[1] if (runtime := reference()) is not None]
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if runtimes and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
-        behind = functools.partial(_closed, closure, runtimes)
-        return (
-            ((args[0], behind, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": behind})
-        )
-    _require_gradients(runtimes)
+        known = _checked[optimizer] = _Checked(count, [weakref.ref(r) for r in runtimes], plain)
+    live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
+    if live and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
+        after = functools.partial(_closed, closure, live, optimizer if known.plain_gradients else None)
+        return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
+    _require_gradients(live)
+    if known.plain_gradients:
+        _show_plain_gradients(optimizer)
     return None
 
 
-def _closed(closure: Callable[[], Any], runtimes: list[Runtime]) -> Any:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    plain = _plain_gradients.pop(id(optimizer), None)
+    if plain is not None:
+        plain.restore()
+
+
+def _show_plain_gradients(optimizer: Optimizer) -> None:
+    """Until its step is over."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    _plain_gradients[id(optimizer)] = PlainGradients(held)
+
+
+def _closed(closure: Callable[[], Any], runtimes: list[Runtime], plainly_for: Optimizer | None) -> Any:
+    if plainly_for is not None:
+        _after_step(plainly_for)
     loss = closure()
     _require_gradients(runtimes)
+    if plainly_for is not None:
+        _show_plain_gradients(plainly_for)
     return loss
 
 
@@ -117,11 +150,12 @@ def _require_gradients(runtimes: list[Runtime]) -> None:
             )
 
 
-def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
+def _check(optimizer: Optimizer, closure: bool) -> tuple[set[Runtime], bool]:
+    """The runtimes whose parameters it holds, and whether it needs plain gradients."""
     held = [(g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
     runtimes = {runtime for _, p in held if (runtime := owner(p)) is not None}
     if not runtimes:
-        return runtimes
+        return runtimes, False
     known = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
     exclusive = all(r.options.integration.exclusive_optimizers for r in runtimes)
     for group, parameter in held:
@@ -132,14 +166,78 @@ def _check(optimizer: torch.optim.Optimizer) -> set[Runtime]:
                 " that the sharded model does not own: it would train on this rank alone",
                 "Build the optimizer from model.parameters(); list what each rank trains alone in ignore=.",
             )
-    names = {c.__name__ for c in type(optimizer).__mro__}
-    refused = sorted(names & NOT_ELEMENT_WISE)
-    if refused and any(not lane.replicated or lane.specs for r in runtimes for lane in r.lanes):
+    return runtimes, _is_element_wise_with_plain_gradients(optimizer, runtimes, closure)
+
+
+def _is_element_wise_with_plain_gradients(
+    optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool
+) -> bool:
+    """Whether it is element-wise only if gradients are plain tensors. One that is not at all is refused."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    placed = {
+        id(p): Placed(piece.shape, piece.order, lane.layout.shard_sizes(piece))
+        for runtime in runtimes
+        for lane in runtime.lanes
+        if not lane.replicated or lane.specs
+        for p, piece in zip(lane.parameters, lane.layout.pieces, strict=True)
+        if id(p) in held
+    }
+    if not placed:
+        return False
+    modules = [module for runtime in runtimes for module in runtime.model.modules()]
+    for wrapper in _wrappers(optimizer):
+        if not _is_declared(wrapper) and all(map(_is_setting, vars(wrapper).values())):
+            verdict = try_on_shards(wrapper, placed, closure, modules)
+            if verdict.tried and verdict.finding is not None:
+                raise _not_element_wise(wrapper, verdict.finding)
+    if type(optimizer) in _ELEMENT_WISE or _is_declared(optimizer):
+        return False
+    verdict = try_on_shards(optimizer, placed, closure, modules)
+    if verdict.finding is not None:
+        raise _not_element_wise(optimizer, verdict.finding)
+    return verdict.plain_gradients
+
+
+def _is_declared(optimizer: Optimizer) -> bool:
+    declared = getattr(optimizer, _DECLARATION, None)
+    if declared not in (None, "element-wise"):
         raise OptimizerError(
-            f"{refused[0]} is not element-wise: it would compute from shards as if they were full matrices",
-            "Use an element-wise optimizer such as AdamW, or strategy='replicate', where it is right.",
+            f"{type(optimizer).__name__}.{_DECLARATION} is {declared!r}", "The only value is 'element-wise'."
         )
-    return runtimes
+    return declared is not None
+
+
+def _wrappers(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers whose `step` is calling this one's, the innermost first.
+
+    Those that do not initialise their base class have no hooks, so nothing else sees their steps.
+    """
+    found: list[Optimizer] = []
+    inner, frame = optimizer, sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, Optimizer) and any(value is inner for value in vars(caller).values()):
+            if caller not in _checked:
+                found.append(caller)
+            inner = caller
+    return found
+
+
+def _is_setting(value: Any) -> bool:
+    """What a wrapper is tried with: not a scaler or a trainer, say, whose parts a copy cannot have."""
+    package = type(value).__module__.split(".")[0]
+    return isinstance(value, Optimizer) or package in ("builtins", "collections", "functools", "torch")
+
+
+def _not_element_wise(optimizer: Optimizer, finding: str) -> OptimizerError:
+    name, base = type(optimizer).__name__, type(optimizer).__base__
+    kind = name if base is None or base is Optimizer else f"{name} (a subclass of {base.__name__})"
+    return OptimizerError(
+        f"{kind} is not provably element-wise, and its parameters are sharded: {finding}",
+        "Use an element-wise optimizer such as AdamW, or strategy='replicate', under which it is right. "
+        f"If you know better, set {name}.{_DECLARATION} = 'element-wise'.",
+    )
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.watchdog import Operation
+from fullshard.engine.gradients import GradShard, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.unit import LiveUnit
@@ -218,6 +220,26 @@ def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
                     "Put its module into the plan of parallelize_module (SequenceParallel for a norm whose "
                     "input is cut by tokens); p.grad was not set.",
                 )
+
+
+class PlainGradients:
+    """`p.grad` as plain tensors of the same elements, for the time of an optimizer's step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._shown: list[tuple[nn.Parameter, GradShard, torch.Tensor]] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, GradShard):
+                with plainly():
+                    plain = gradient.as_subclass(torch.Tensor)
+                self._shown.append((parameter, gradient, plain))
+                parameter.grad = plain
+
+    def restore(self) -> None:
+        """Gradients that the step has not replaced are gradient shards again."""
+        for parameter, gradient, plain in self._shown:
+            if parameter.grad is plain:
+                parameter.grad = gradient
 
 
 def unpackable(lane: Lane, gradients: Sequence[torch.Tensor | None], error: Exception) -> GradientError:

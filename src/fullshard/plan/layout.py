@@ -110,6 +110,13 @@ class Layout:
         stop = max(min(piece.stop, high), start)
         return start - piece.start, stop - piece.start
 
+    def shard_sizes(self, piece: Piece) -> tuple[int, ...]:
+        """How many elements of a parameter each rank that has any keeps, by rank."""
+        if not piece.num_elements:
+            return ()
+        ranks = range(piece.start // self.interval, (piece.stop - 1) // self.interval + 1)
+        return tuple(stop - start for start, stop in (self.kept(piece, rank) for rank in ranks))
+
     def written(self, piece: Piece, rank: int, replica: int, replicas: int) -> tuple[int, int]:
         """The part of `kept` that this rank saves: replicas keep the same elements and divide the work.
 

@@ -18,8 +18,9 @@ from fullshard.state.state_dict import StateShard, shard_of, to_rest
 
 def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
     """State dicts of this optimizer hold StateShards from now on; what was loaded before is cut."""
-    if _to_shards in optimizer._optimizer_state_dict_post_hooks.values():
-        return
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if hooks is None or _to_shards in hooks.values():
+        return  # without hooks: a wrapper, whose state dict is that of the optimizer inside
     optimizer.register_state_dict_post_hook(_to_shards)
     optimizer.register_load_state_dict_post_hook(_to_own_elements)
     _to_own_elements(optimizer)

@@ -1,0 +1,155 @@
+"""The trial that finds out whether an optimizer is element-wise."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import optimizer_kinds as kinds
+from fullshard.engine.optimizer_trial import Placed, Verdict, try_on_shards
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(30, 16), nn.Conv1d(16, 16, 3), nn.Linear(16, 40), nn.LayerNorm(40))
+
+
+def _placed(parameters: Any, align: int = 1) -> dict[int, Placed]:
+    """Each parameter on two ranks, cut near its middle at a multiple of `align`."""
+    placed = {}
+    for p in parameters:
+        first = p.numel() // 2 // align * align
+        placed[id(p)] = Placed(tuple(p.shape), tuple(range(p.dim())), (first, p.numel() - first))
+    return placed
+
+
+def _try(optimizer: torch.optim.Optimizer, closure: bool = False, align: int = 1) -> Verdict:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return try_on_shards(optimizer, _placed(held, align), closure)
+
+
+ELEMENT_WISE = [
+    kinds.Plain, kinds.Signed, kinds.ByGradientNorm, kinds.WithForeach, kinds.StateInConstructor,
+    torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Rprop, torch.optim.ASGD,
+]  # fmt: skip
+NOT_ELEMENT_WISE = {
+    kinds.ByParameterNorm: "the norm of a parameter over its entire tensor",
+    kinds.ByUpdateNorm: "the mean of what it computes",
+    kinds.BySumOverAll: "the sum of what it computes",
+    kinds.Late: "the norm of a parameter",
+    kinds.LateInSteps: "amax",
+    kinds.ByRow: "the mean of what it computes",
+    kinds.ByShape: "differently when its tensor is cut",
+    kinds.Noisy: "random numbers",
+    kinds.RarelyClipped: "the norm of what it computes",
+    kinds.ByBlocks: "the max of what it computes",
+    torch.optim.Adafactor: "",
+    torch.optim.LBFGS: "",
+    torch.optim.SparseAdam: "could not be tried (RuntimeError",
+}
+
+
+@pytest.mark.parametrize("kind", ELEMENT_WISE, ids=lambda kind: kind.__name__)
+def test_element_wise_optimizer_passes(kind: Any) -> None:
+    for closure in (False, True):
+        assert _try(kind(_model().parameters(), lr=0.01), closure) == Verdict(None)
+
+
+@pytest.mark.parametrize("kind", NOT_ELEMENT_WISE, ids=lambda kind: kind.__name__)
+def test_optimizer_that_mixes_elements_is_found_out_with_the_reason(kind: Any) -> None:
+    parts = NOT_ELEMENT_WISE[kind].split(" (")
+    finding = _try(kind(_model().parameters(), lr=0.01), closure=kind is torch.optim.LBFGS).finding
+    assert finding is not None
+    assert parts[-1] in finding
+
+
+def test_optimizer_with_a_kernel_of_its_own_passes_with_plain_gradients() -> None:
+    assert _try(kinds.OwnKernel(_model().parameters())) == Verdict(None, plain_gradients=True)
+
+
+def test_blocks_pass_only_where_none_is_cut() -> None:
+    class Quantised(kinds.Plain):
+        """Blocks in a kernel, as 8-bit optimizers have them: no function of torch mixes elements."""
+
+        def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+            out = kept.detach().clone()
+            for block in out.view(-1).split(256):
+                if block.numel():
+                    values = block.numpy()
+                    values /= abs(values).max() + 1e-3
+            return out
+
+    parameters = [nn.Parameter(torch.zeros(40, 64)), nn.Parameter(torch.zeros(1000))]
+    assert _try(Quantised(parameters), align=256).finding is None
+    assert _try(Quantised(parameters), align=16).finding is not None
+
+
+def test_rule_that_begins_at_a_size_is_seen_at_the_real_sizes_and_cuts() -> None:
+    parameters = [nn.Parameter(torch.zeros(96, 64))]  # 6144 elements, shards of 3072
+    assert _try(kinds.FromSizeOn(parameters)).finding is not None
+    assert _try(kinds.FromSizeOn([nn.Parameter(torch.zeros(60, 64))])).finding is None
+    assert _try(kinds.FromSizeOn([nn.Parameter(torch.zeros(4096, 64))])).finding is None
+
+
+def test_one_group_with_another_setting_is_enough() -> None:
+    model = _model()
+    groups = [{"params": [p], "scaled": i == 4} for i, p in enumerate(model.parameters())]
+    assert _try(kinds.BySetting(model.parameters())).finding is None
+    assert "norm" in (_try(kinds.BySetting(groups)).finding or "")
+
+
+def test_rate_of_zero_at_the_start_of_a_warm_up_hides_nothing() -> None:
+    assert _try(kinds.ByParameterNorm(_model().parameters(), lr=0.0)).finding is not None
+
+
+def test_trial_leaves_no_traces() -> None:
+    class Counting(kinds.Plain):
+        counts: ClassVar[dict[str, int]] = {}
+        total = 0
+
+        def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+            Counting.total += 1
+            Counting.counts["steps"] = Counting.total
+            return kept + 0 * torch.rand_like(p) * random.random()
+
+    model = _model()
+    optimizer = Counting(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step` on the instance
+    before = [p.detach().clone() for p in model.parameters()]
+    states = torch.get_rng_state(), random.getstate()
+    _try(optimizer)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (Counting.total, Counting.counts, optimizer.calls, len(optimizer.state)) == (0, {}, 0, 0)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert scheduler.optimizer is optimizer
+
+
+def test_modules_and_foreign_objects_are_not_copied() -> None:
+    class Holding(kinds.Plain):
+        def __init__(self, params: Any, model: nn.Module, used: bool) -> None:
+            super().__init__(params)
+            self.model, self.used = model, used
+
+        def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+            return kept if not self.used else kept * self.model.training
+
+    model = _model()
+    assert _try(Holding(model.parameters(), model, used=False)).finding is None
+    verdict = _try(Holding(model.parameters(), model, used=True))
+    assert not verdict.tried
+    assert "'training'" in (verdict.finding or "")
+
+
+def test_trial_of_a_large_model_takes_about_a_second() -> None:
+    parameters = [nn.Parameter(torch.empty(4096, 1024, device="meta")) for _ in range(50)]
+    placed = {id(p): Placed((4096, 1024), (0, 1), (1 << 21, 1 << 21)) for p in parameters}
+    small = [nn.Parameter(torch.empty(0)) for _ in parameters]
+    placed = {id(s): placed[id(p)] for s, p in zip(small, parameters, strict=True)}
+    begun = time.process_time()
+    assert try_on_shards(torch.optim.AdamW(small), placed, False).finding is None
+    assert time.process_time() - begun < 5  # 0.5 s on an idle machine

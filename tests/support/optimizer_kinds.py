@@ -1,0 +1,194 @@
+"""Optimizers of one's own, by what their step looks at: element-wise ones, then others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Plain(torch.optim.Optimizer):
+    """Momentum; `update` is what subclasses change."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, **settings})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    kept = state.setdefault("kept", torch.zeros_like(p))
+                    kept.mul_(group["momentum"]).add_(p.grad)
+                    p.add_(self.update(p, kept, group, state), alpha=-float(group["lr"]))
+        return loss
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept
+
+
+class Signed(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept.sign() + 0.1 * p
+
+
+class ByGradientNorm(Plain):
+    """Norms of gradients are global on shards, so it is right."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept / (1 + p.grad.norm())  # type: ignore[union-attr]
+
+
+class WithForeach(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            ps = [p for p in group["params"] if p.grad is not None]
+            torch._foreach_add_(ps, [p.grad for p in ps], alpha=-group["lr"])
+
+
+class StateInConstructor(Plain):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, 0.1)
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept / state["sum"].addcmul_(kept, kept).sqrt()
+
+
+class OwnKernel(Plain):
+    """A kernel that is not torch's: it gets plain gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    torch.ops.fullshard_tests.descend(p, p.grad, group["lr"])
+
+
+@torch.library.custom_op("fullshard_tests::descend", mutates_args=("p",))
+def _descend(p: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
+    p.sub_(rate * gradient.sign())
+
+
+class ByBlocks(Plain):
+    """Scales blocks of 256 elements: right where no block is cut."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        out = kept.flatten().clone()
+        for block in out.split(256):
+            block.div_(block.abs().max() + 1e-3) if block.numel() else None
+        return out.view_as(p)
+
+
+# ---- not element-wise
+
+
+class ByParameterNorm(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * p.norm()
+
+
+class ByUpdateNorm(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept / kept.square().mean().sqrt().clamp(min=1.0)
+
+
+class BySumOverAll(Plain):
+    """A number over all parameters, kept in the group, that scales the next step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        total = sum(float(s["kept"].abs().sum()) for s in self.state.values())
+        group["d"] = max(group.get("d", 1e-6), 1e-6 * total)
+        return super().step(closure)
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * self.param_groups[0]["d"]
+
+
+class Late(Plain):
+    """Element-wise for 500 steps."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept if state["step"] <= 500 else kept * p.norm()
+
+
+class LateInSteps(Late):
+    """The same, counted by the optimizer."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept if self.calls <= 9_999 else kept / (p.abs().amax() + 1)
+
+
+class ByRow(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return (
+            kept if p.dim() < 2 else kept / (1 + kept.flatten(1).abs().mean(1).view(-1, *[1] * (p.dim() - 1)))
+        )
+
+
+class ByShape(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * p.numel() ** 0.5
+
+
+class Noisy(Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept + 0.1 * torch.randn_like(p)
+
+
+class RarelyClipped(Plain):
+    """The norm has an effect in rare steps only, which no trial meets."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        norm = kept.norm()
+        return kept / norm if norm > 1e9 else kept
+
+
+class BySetting(Plain):
+    """Element-wise or not, as its groups' settings say."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * p.norm() if group.get("scaled") else kept
+
+
+class FromSizeOn(Plain):
+    """States of large parameters are treated in another way."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept.half().float() if p.numel() >= 4096 else kept
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As several libraries write them: the base class is not initialised, so the step has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, normalised: bool) -> None:
+        self.optimizer, self.normalised = optimizer, normalised
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(1 / (p.norm() + 1) if self.normalised else 0.5)
+        return self.optimizer.step(closure)
