@@ -6,6 +6,7 @@ model = fs.shard(model)
 
 from typing import TYPE_CHECKING
 
+from fullshard import leaving as _leaving  # noqa: F401  it registers itself with the interpreter
 from fullshard.version import VERSION as __version__
 
 # Public names are imported when they are first used: what needs no torch, such as `fullshard --help`, does

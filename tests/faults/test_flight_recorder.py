@@ -138,7 +138,7 @@ def test_a_waiting_peer_is_told_with_unit_phase_step_and_number(make: Make, star
     peer.do("r.wait_begin('gather', 2)")
     time.sleep(0.2)
     there = place(mine, 1)
-    assert there == Place(1, 2, "gather", "forward", "blocks.3", 12, True, there.since_s, True)
+    assert there == Place(1, 2, "gather", "forward", "blocks.3", 12, True, there.since_s, True, pid=there.pid)
     assert there.since_s >= 0.2
     assert str(there).startswith(
         "rank 1: waiting in gather of unit 'blocks.3' (forward, step 12, operation 2) for "

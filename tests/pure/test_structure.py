@@ -28,6 +28,7 @@ BASE = {
     "policy",
     "precision",
     "environment",
+    "leaving",
     "integrations",
     "patches",
 }

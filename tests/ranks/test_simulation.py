@@ -337,7 +337,7 @@ with joined(Cluster(scenario.network, scenario.device, scenario.rank)):
     losses = [training() for _ in range(2)]
     assert all(torch.isfinite(loss) for loss in losses)
     records = vars(training.model)["_fullshard"].comm.recorder
-print(records._directory, time.perf_counter() - imported)
+print(records.folder.path, time.perf_counter() - imported)
 """
 
 

@@ -24,6 +24,7 @@ from fullshard.checkpoint.saving.extra_values import ExtraValues
 from fullshard.checkpoint.saving.job import Description, Job
 from fullshard.checkpoint.saving.writing import FilePlan, plan_files
 from fullshard.comm.control import ControlGroup, control_group
+from fullshard.comm.messages import record
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import OptionError, RankMismatch, StateError
 from fullshard.keywords import checked_keywords
@@ -118,6 +119,7 @@ def save(
     return Saving(target, job.run, background)
 
 
+@record
 @dataclass(frozen=True)
 class _Request:
     """The arguments of one rank's fs.save, for comparison between ranks."""
@@ -181,6 +183,7 @@ def check_same_request(requests: list[dict[str, Any]], verb: str) -> None:
                 )
 
 
+@record
 @dataclass(frozen=True)
 class _Digests:
     """Digests of a rank's list of tensors, and of each value that every rank has in full."""

@@ -6,63 +6,48 @@ run.
 
 from __future__ import annotations
 
-import atexit
 import os
-import pickle
 import sys
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import groups
-from fullshard.comm.groups import Comm, as_bytes, error_fields, new_group, raise_first_error
-from fullshard.environment import launch
-from fullshard.errors import CheckpointError, FullshardError, Stalled
+from fullshard.comm.ending import end_now_if_needed, never_destroy
+from fullshard.comm.groups import Comm, as_bytes, error_fields, in_flight, raise_first_error
+from fullshard.comm.host_group import HostGroup, first_group, forget_first_groups
+from fullshard.comm.tags import OpTag
+from fullshard.errors import CheckpointError, FullshardError
+from fullshard.leaving import at_the_end
 
 T = TypeVar("T")
 S = TypeVar("S")
-_POLL = timedelta(seconds=1)
-_GONE_S = 3.0  # how long data of a rank that left normally may still be in flight
 
 
 class ControlGroup:
-    """Collectives of objects on the host, over all ranks of one model. One thread at a time."""
+    """Collectives of plain values on the host, over all ranks of one model. One thread at a time."""
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        members = comm.world.members
-        self.ranks = len(members)
-        self.index = members.index(comm.world_rank)
+        self._group = HostGroup(comm.world.members, "control", training=comm.watchdog)
+        self._members = comm.world.members
+        self.ranks, self.index = self._group.ranks, self._group.index
         self.is_first = self.index == 0
-        self._group: Any = None
         self.host_copy: Any = None  # buffer of background saves, reused by the next one
-        if self.ranks > 1:
-            timeout = timedelta(seconds=launch().stall_timeout_s)
-            self._group = new_group(members, backend="gloo", timeout=timeout)
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T, what: str = "agreeing") -> list[T]:
         """Every rank's value, by rank, on every rank."""
-        if self.ranks == 1:
-            return [value]
-        return [pickle.loads(row) for row in self._all_gather_bytes(pickle.dumps(value))]
+        return self._group.all_gather_object(value, OpTag("agreement", what, 0))
 
     def gather_object(self, value: T) -> list[T] | None:
         """Every rank's value, by rank, on the first rank only."""
-        if self.ranks == 1:
-            return [value]
-        rows = self._all_gather_bytes(pickle.dumps(value))
-        return [pickle.loads(row) for row in rows] if self.is_first else None
+        rows = self.all_gather_object(value)
+        return rows if self.is_first else None
 
     def broadcast_object(self, value: T) -> T:
         """The first rank's value on every rank."""
-        if self.ranks == 1:
-            return value
-        rows = self._all_gather_bytes(pickle.dumps(value if self.is_first else None))
-        return pickle.loads(rows[0])  # type: ignore[no-any-return]
+        return cast(T, self._group.broadcast_object(value, OpTag("agreement", "agreeing", 0)))
 
     def together(self, work: Callable[[], T], what: str) -> T:
         """Run `work` on every rank. If it raises on any, all raise the same error, which names the rank."""
@@ -78,44 +63,9 @@ class ControlGroup:
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one
             problem = CheckpointError(f"{type(error).__name__} while {what}: {error}", "See its cause.")
             problem.__cause__ = error
-        rows = self.all_gather_object((error_fields(problem), shared))
-        raise_first_error(problem, self._comm.world.members, [error for error, _ in rows])
+        rows = self.all_gather_object((error_fields(problem), shared), what)
+        raise_first_error(problem, self._members, [error for error, _ in rows])
         return cast(T, result), [cast(S, theirs) for _, theirs in rows]
-
-    def _all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
-        sizes = torch.empty(self.ranks, dtype=torch.int64)
-        self._gather(sizes, torch.tensor([len(mine)]))
-        longest = int(sizes.max())
-        rows = torch.empty(self.ranks, longest, dtype=torch.uint8)
-        self._gather(rows.view(-1), torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8))
-        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
-
-    def _gather(self, rows: torch.Tensor, mine: torch.Tensor) -> None:
-        # The group's own method: a background save continues when the script ends its process groups. Waiting
-        # in intervals: the backend reports only neighbours that died, not the ranks beyond them.
-        work = self._group._allgather_base(rows, mine)
-        begun, gone_since = time.monotonic(), 0.0
-        while True:
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError as error:
-                now = time.monotonic()
-                broken = "imed out" not in str(error) or now - begun > launch().stall_timeout_s
-                if broken:
-                    time.sleep(0.5)  # a rank that died with the connection is a zombie or gone by then
-                gone = self._gone()
-                gone_since = (gone_since or now) if gone else 0.0
-                if broken or (gone and now - gone_since > _GONE_S):
-                    raise Stalled(
-                        f"the other ranks do not respond: {'; '.join(gone) or str(error).splitlines()[0]}",
-                        "A rank has died or was stopped; look at its output.",
-                    ) from error
-
-    def _gone(self) -> list[str]:
-        """Descriptions of the ranks of this host that have died or left."""
-        return [str(p) for p in self._comm.recorder.look() if p is not None and (not p.alive or p.left)]
 
 
 class World:
@@ -125,23 +75,21 @@ class World:
     def __init__(self, comm: Comm, ranks: list[int]) -> None:
         self._rows = dict(zip(comm.members, comm.all_gather_object(ranks), strict=True))
         self.members = self.tp_ranks_of(comm.members)
-        self._group = new_group(self.members, backend="gloo")
+        self._group = HostGroup(self.members, "tensor parallel")
 
     def tp_ranks_of(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of the tensor-parallel groups of these ranks."""
         return sorted({r for rank in ranks for r in self._rows[rank]})
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's plain object, by rank."""
-        gathered: list[Any] = [None] * len(self.members)
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        """Every rank's plain value, by rank."""
+        return self._group.all_gather_object(value, OpTag("agreement", "between steps", 0))
 
     def broadcast(self, values: torch.Tensor) -> None:
         """The first rank's values, in place, on every rank."""
         if values.numel():
             target = values.cpu().contiguous()
-            dist.broadcast(as_bytes(target), src=self.members[0], group=self._group)
+            self._group.broadcast(as_bytes(target), OpTag("values", "between steps", 0))
             values.copy_(target)
 
 
@@ -171,15 +119,24 @@ def end_groups_at_exit() -> None:
     _leavers.add(os.getpid())
 
 
-@atexit.register  # registered at import, and so run last, after the script's own functions
-def _end_unless_failed() -> None:
-    failed = hasattr(sys, "last_value")  # then ranks may still be in a collective, and NCCL would wait for it
-    if os.getpid() in _leavers and not failed:
+def end_unless_failed() -> None:
+    """At exit. Registered when the package is imported, and so run last, after the script's own functions."""
+    failed = hasattr(sys, "last_value")  # then ranks may still be in a collective, which nothing would end
+    if os.getpid() not in _leavers:
+        return
+    if dist.is_initialized() and (failed or in_flight()):
+        never_destroy(())
+    else:
         end_groups()
+    end_now_if_needed()
+
+
+at_the_end(end_unless_failed)
 
 
 def end_groups() -> None:
     """Destroy all process groups: threads of open gloo groups may abort the exit of a finished process."""
+    forget_first_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -195,12 +152,12 @@ def raise_together_first(
     members = list(range(ranks)) if grid is None else sorted(int(r) for r in grid.flatten())
     rounds = [members] if tp_ranks is None or grid is None else [members, tp_ranks]
     for among in rounds:
-        group = None if len(among) == ranks else new_group(among)
-        errors: list[Any] = [None] * len(among)
         if len(among) > 1:
-            dist.all_gather_object(errors, error_fields(error), group=group)
+            sent = first_group(among).all_gather_object(error_fields(error), OpTag("errors", "shard", 0))
+        else:
+            sent = [None]
         try:
-            raise_first_error(error, among, errors)
+            raise_first_error(error, among, sent)
         except FullshardError as first:
             error = first
     if error is not None:
@@ -210,8 +167,6 @@ def raise_together_first(
 def all_gather_object_first(value: T, grid: torch.Tensor) -> list[T]:
     """Before there are groups of our own: every rank's value, by rank of the grid."""
     members = sorted(int(r) for r in grid.flatten())
-    values: list[Any] = [value] * len(members)
-    if len(members) > 1:
-        group = None if len(members) == dist.get_world_size() else new_group(members)
-        dist.all_gather_object(values, value, group=group)
-    return values
+    if len(members) == 1:
+        return [value]
+    return first_group(members).all_gather_object(value, OpTag("agreement", "shard", 0))

@@ -14,6 +14,7 @@ File, in native 8-byte words:
     events    a sequence number, then the last 16 events: what this rank did last, and when
     channels  32 names; for each a mask of its member ranks and a ring of its last 64 operations
     labels    texts of (channel, phase, unit), append-only; an operation points at its text
+    note      where the rank stands, in its own words: written by `monitor` after seconds without an event
 
 One thread at a time writes. No lock: collectives issued by two threads at once have no order to record.
 Nothing here raises because of another rank's file: what cannot be read is unknown (None).
@@ -25,8 +26,10 @@ import atexit
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.comm.recorder_files import (
@@ -36,15 +39,18 @@ from fullshard.comm.recorder_files import (
     EVENTS,
     HEADER,
     LABEL,
-    LABELS_SIZE,
     LEFT_WORD,
     MAGIC,
     MAX_CHANNELS,
     NAME_SIZE,
     NAMES_OFFSET,
+    NOTE,
+    NOTE_SIZE,
     RING,
     SEQUENCE_OFFSET,
     SETTLED_S,
+    Folder,
+    Note,
     Peer,
     Place,
     channel_offset,
@@ -52,9 +58,14 @@ from fullshard.comm.recorder_files import (
     host,
     labels_offset,
     mask_size,
-    path,
+    note_offset,
+    note_text,
+    record_name,
     start_time,
 )
+
+_ELSEWHERE_S = 4.0  # both sides have stood still this long: see _elsewhere
+_FRESH_S = 10.0  # of a note: its writer looks every second
 
 
 @dataclass
@@ -66,18 +77,31 @@ class Channel:  # this rank's side of a channel
     recent: list[tuple[bytes, int]] = field(default_factory=lambda: [(b"", 0)] * RING)
 
 
-class FlightRecorder:
-    """Writes this rank's file and reads the others'. Ranks of one run on one host share the `directory`."""
+_open: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of this process
 
-    def __init__(self, directory: str, rank: int, ranks: int) -> None:
+
+class FlightRecorder:
+    """Writes this rank's file and reads the others'. Ranks of one run on one host share the folder.
+
+    members: the ranks of the world that these ranks are, by index; by default the same numbers.
+    """
+
+    def __init__(
+        self, folder: Folder | str, rank: int, ranks: int, members: Sequence[int] | None = None
+    ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks} ranks")
-        self.rank, self.ranks, self._directory = rank, ranks, directory
-        self._path, self._pid = path(directory, rank), os.getpid()
+        self.rank, self.ranks, self.members = rank, ranks, list(members or range(ranks))
+        self.folder = Folder(folder) if isinstance(folder, str) else folder
+        self._name, self._pid = record_name(rank), os.getpid()
+        self.thread = threading.get_ident()  # the one that uses it, last known
         self._channels: dict[str, Channel] = {}
         self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}
         self._sequence, self._waiting, self._closed = 0, False, False
+        self._blocked_in = ("", 0)
+        self._unfinished: set[tuple[str, int]] = set()
         self._created_ns = time.monotonic_ns()
+        self.on_close: Callable[[], None] = lambda: None
         self._map = self._create()
         self._words = memoryview(self._map).cast("q")
         self._labels_end = labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
@@ -85,20 +109,23 @@ class FlightRecorder:
         self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
         self._peers_opened = False
         atexit.register(self.close)
+        _open.add(self)
 
     def _create(self) -> mmap.mmap:
-        size_bytes = labels_offset(self.ranks) + LABELS_SIZE
-        new = f"{self._path}.{self._pid}"
+        size_bytes = note_offset(self.ranks) + NOTE_SIZE
+        new = f"{self._name}.{self._pid}"
         started = start_time(self._pid) or 0
         header = HEADER.pack(MAGIC, host(), self._pid, started, self.rank, self.ranks, 0)
         event = EVENT.pack(0, 0, 0, bytes(24), 0, self._created_ns, 0)
-        with open(new, "w+b") as file:
+        with open(self.folder.create(new), "w+b") as file:
             # Zeros, not a hole in the file: a full disk is an error here, not a SIGBUS in the hot path.
             file.write((header.ljust(SEQUENCE_OFFSET + 8, b"\0") + event).ljust(size_bytes, b"\0"))
             file.flush()
             mapped = mmap.mmap(file.fileno(), size_bytes)
             self._inode = os.fstat(file.fileno()).st_ino
-        os.replace(new, self._path)  # peers see a complete file or none; a stale one of an earlier run goes
+        self.folder.rename(
+            new, self._name
+        )  # peers see a complete file or none; a stale one of an earlier run goes
         return mapped
 
     def channels(self) -> list[str]:
@@ -145,8 +172,10 @@ class FlightRecorder:
             label, step = state.recent[number & (RING - 1)]
         else:
             label, step = LABEL.pack(state.index, 0, 0), -1
-        self._waiting = True
+        self.thread = threading.get_ident()
         self._waits_for = (number, label, step)
+        self._blocked_in = (channel, number)
+        self._waiting = True
         self._event(1, number, label, step)
 
     def wait_end(self) -> None:
@@ -159,6 +188,44 @@ class FlightRecorder:
                 # rank that leaves removes its file, and one never opened would look as if on another host.
                 self._peers_opened = True
                 self.places()
+
+    @property
+    def sequence(self) -> int:
+        """Grows with every event of this rank."""
+        return self._sequence
+
+    @property
+    def blocked_in(self) -> tuple[str, int] | None:
+        """The channel and number of the operation that this rank is blocked in."""
+        return self._blocked_in if self._waiting else None
+
+    def others(self, channel: str) -> set[int]:
+        """The other ranks that take part in a channel of this rank."""
+        return self._channels[channel].others
+
+    def newest(self, channel: str) -> int | None:
+        """The number of the newest operation that this rank began on a channel; None if it has none such."""
+        state = self._channels.get(channel)
+        return state.number if state else None
+
+    def unfinished(self) -> set[tuple[str, int]]:
+        """Operations, by channel and number, that this rank began and does not know to be complete."""
+        if not self._closed:
+            self._unfinished = {
+                (channel, number)
+                for channel, state in self._channels.items()
+                for number in range(max(1, state.number - RING + 1), state.number + 1)
+                if not self._words[(state.ring_offset + (number & (RING - 1)) * ENTRY.size) // 8 + ENDED_WORD]
+            }
+        return self._unfinished
+
+    def write_note(self, note: Note) -> None:
+        """Where this rank stands. From another thread than the one that records operations."""
+        text, offset = note_text(note), note_offset(self.ranks)
+        if self._closed or len(text) > NOTE_SIZE - NOTE.size:
+            return
+        self._map[offset + NOTE.size : offset + NOTE.size + len(text)] = text
+        NOTE.pack_into(self._map, offset, len(text), digest(text))
 
     def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
         self._sequence = sequence = self._sequence + 1
@@ -188,7 +255,7 @@ class FlightRecorder:
         state = self._channels.get(channel) or self._add_channel(channel, range(self.ranks))
         text = "\0".join((channel, phase, unit)).encode("utf-8", "backslashreplace")
         start, stop = self._labels_end, self._labels_end + 2 + len(text)
-        room = len(text) < 65536 and stop <= len(self._map)
+        room = len(text) < 65536 and stop <= note_offset(self.ranks)
         if room:
             self._map[start:stop] = struct.pack("=H", len(text)) + text
             self._labels_end = stop
@@ -206,7 +273,7 @@ class FlightRecorder:
         if self._closed or (place and place.alive and not place.left):
             return place
         # Absent or gone: look again by name, the rank may have (re)started since.
-        found = Peer.open(self._directory, rank, self.ranks)
+        found = Peer.open(self.folder, rank, self.ranks)
         if found is None:
             return place
         new = found.place()
@@ -220,27 +287,6 @@ class FlightRecorder:
             peer.close()
         self._peers[rank] = found
         return new
-
-    def look(self) -> list[Place | None]:
-        """`places` for another thread: it opens files of its own."""
-        peers = [Peer.open(self._directory, rank, self.ranks) for rank in range(self.ranks)]
-        found = [peer.place() if peer else None for peer in peers]
-        for peer in peers:
-            if peer:
-                peer.close()
-        return found
-
-    def not_begun(self, channel: str, number: int) -> list[tuple[Place, float]]:
-        """Ranks, alive, that have not begun this operation, with the processor time they have used so far."""
-        found = []
-        for rank in sorted(self._channels[channel].others):
-            place, peer = self._place(rank), self._peers.get(rank)
-            entry = peer.entry(channel, number) if peer else None
-            if place and peer and place.alive and entry is not None and entry.number < number:
-                used_s = peer.used_s()
-                if used_s > 0:  # 0: not known on this system
-                    found.append((place, used_s))
-        return found
 
     def disagreement(self, channel: str) -> list[Place]:
         """Every peer that began another operation than this rank under the same number of this channel.
@@ -289,7 +335,47 @@ class FlightRecorder:
         for rank in sorted(self._channels[channel].others):
             if reason := self._missing(rank, channel, number):
                 return reason
-        return self._mutual_wait(channel, number)
+        return self._mutual_wait(channel, number) or self._elsewhere(channel, number)
+
+    def _elsewhere(self, channel: str, number: int) -> str | None:
+        """A rank that waits in another place for this one, which is blocked here.
+
+        That is a collective of torch.distributed that the script called and that needs this rank, or an
+        operation of another sharded model that this rank has not begun. Definite: this rank's thread does
+        nothing but wait here, and takes part in neither.
+        """
+        me = self._place(self.rank)
+        if me is None or not me.waiting or me.since_s < _ELSEWHERE_S:
+            return None
+        for rank in sorted(self._channels[channel].others):
+            place, peer = self._place(rank), self._peers.get(rank)
+            entry = peer.entry(channel, number) if peer else None
+            if place is None or not place.alive or peer is None or entry is None or entry.number >= number:
+                continue
+            note = peer.note()
+            if note is not None and (where := self._needs_this_rank(note)):
+                return (
+                    f"rank {rank} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
+                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun: "
+                    "none of them can continue"
+                )
+        return None
+
+    def _needs_this_rank(self, note: Note) -> str | None:
+        now_ns = time.monotonic_ns()
+        if now_ns - note.written_ns > _FRESH_S * 1e9 or now_ns - note.since_ns < _ELSEWHERE_S * 1e9:
+            return None
+        me = self.members[self.rank]
+        if note.collective and note.members >> me & 1:
+            return f"torch.distributed.{note.collective}"
+        for folder, channel, number in note.waits:
+            for other in list(_open):
+                same = other.folder.name == folder and other.members[other.rank] == me
+                if same and other is not self and other.thread == self.thread:
+                    newest = other.newest(channel)
+                    if newest is not None and newest < number:
+                        return f"an operation of another model ({channel}, operation {number})"
+        return None
 
     def _own(self, channel: str, number: int) -> Place | None:
         self._place(self.rank)
@@ -353,6 +439,7 @@ class FlightRecorder:
         """Mark this rank as having left, for peers with the file open, and remove it. May be called twice."""
         if self._closed or os.getpid() != self._pid:  # a forked child must not remove its parent's file
             return
+        self.unfinished()
         self._closed = True
         atexit.unregister(self.close)
         self._words[LEFT_WORD] = time.monotonic_ns()
@@ -361,8 +448,6 @@ class FlightRecorder:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-        try:
-            if os.stat(self._path).st_ino == self._inode:
-                os.unlink(self._path)
-        except OSError:
-            pass  # the caller removed the directory first
+        self.folder.remove(self._name, self._inode)
+        self.folder.close()
+        self.on_close()

@@ -8,28 +8,25 @@ A third group, always on the host, carries small agreements.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import tempfile
+import time
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
 
-from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.group_names import named_by_members
-from fullshard.comm.recorder_files import remove_abandoned
+from fullshard import errors
+from fullshard.comm.host_group import HostGroup, first_group, new_group, open_recorder
 from fullshard.comm.tags import CommObserver, OpTag
-from fullshard.comm.watchdog import IdleWatch, Operation, Watchdog
+from fullshard.comm.watchdog import Operation, Watchdog
 from fullshard.environment import launch
 from fullshard.errors import FullshardError, report_errors_as
 
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
+_LEAVING_S = 2.0  # how long the last messages of a run may take at exit
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -108,19 +105,14 @@ class Comm:
         self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0
         self.observer: CommObserver | None = None
-        self._control_group = new_group(self.members, backend="gloo")
         self._source = self.members[0]
-        self.recorder = self._open_recorder(outer)
+        self.recorder = open_recorder(self.members, "model")
+        self.recorder.declare("replica", [self.members.index(r) for r in outer])
+        weakref.finalize(self, self.recorder.close)
         host_waits = device.type == "cpu" or self.staged
         self.watchdog = Watchdog(self.recorder, host_waits, launch().stall_timeout_s)
-        self.shard_group = ShardGroup(self, inner, "")
-        self.cross_node_group = ShardGroup(self, outer, " across") if self.two_level else None
-        self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
-        if self.two_level:
-            self._small_group = new_group(self.members)
-        self._shard_members = self.members if self.two_level else inner
-        self._joined: Any = None
-        self._replica_group = new_group(outer) if self.replicas > 1 else None
+        with first_group(self.members).blocking("shard"):
+            self._create_groups(inner, outer)
         # On the device the first rank's values go down its column of the grid, then along every row.
         self._row_source, self._column_source = inner[0], outer[0]
         self._column_group = (
@@ -131,6 +123,18 @@ class Comm:
         self._ones: dict[int, torch.Tensor] = {}
         self._side: Any = None
         self._pending_report: Operation | None = None  # in flight, waited for in the next step
+        _comms.add(self)
+
+    def _create_groups(self, inner: list[int], outer: list[int]) -> None:
+        self._host_group = HostGroup(self.members, "agreement", self.watchdog)
+        self.shard_group = ShardGroup(self, inner, "")
+        self.cross_node_group = ShardGroup(self, outer, " across") if self.two_level else None
+        self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
+        if self.two_level:
+            self._small_group = new_group(self.members)
+        self._shard_members = self.members if self.two_level else inner
+        self._joined: Any = None
+        self._replica_group = new_group(outer) if self.replicas > 1 else None
 
     def tag(self, unit: str, phase: str) -> OpTag:
         return OpTag(unit, phase, self.step)
@@ -260,28 +264,24 @@ class Comm:
         mine = torch.tensor(values, dtype=torch.int64)
         if self.all_ranks == 1:
             return mine[None]
-        return self._agree(mine, phase, None)
+        return self._agree(mine, phase)
 
     def barrier(self, phase: str) -> None:
-        """Every rank must call this now: one that is elsewhere, and stands still there, is an error."""
+        """Every rank must call this now: one that waits for this one elsewhere is an error."""
         if self.all_ranks > 1:
-            self._agree(torch.zeros(1, dtype=torch.int64), phase, IdleWatch(self.recorder))
+            self._agree(torch.zeros(1, dtype=torch.int64), phase)
             self.check_agreement()
 
-    def _agree(self, mine: torch.Tensor, phase: str, watch: IdleWatch | None) -> torch.Tensor:
+    def _agree(self, mine: torch.Tensor, phase: str) -> torch.Tensor:
         number = self.begin("control", self.tag("agreement", phase))
         rows = torch.empty(self.all_ranks, len(mine), dtype=torch.int64)
-        work = _all_gather(rows.view(-1), mine, group=self._control_group, async_op=True)
-        self.watchdog.wait_for(work, "control", number, watch=watch)
+        work = _all_gather(rows.view(-1), mine, group=self._host_group.group, async_op=True)
+        self.watchdog.wait_for(work, "control", number)
         return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's plain object, by rank. Not for the hot path."""
-        if self.all_ranks == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.all_ranks
-        dist.all_gather_object(gathered, value, group=self._control_group)
-        return gathered
+        """Every rank's plain value, by rank. Not for the hot path."""
+        return self._host_group.all_gather_object(value, self.tag("agreement", "between steps"))
 
     def broadcast(self, values: torch.Tensor) -> None:
         """The first rank's values, in place, on every rank."""
@@ -293,10 +293,9 @@ class Comm:
             if self.shard_group.ranks > 1:
                 dist.broadcast(as_bytes(values), src=self._row_source, group=self.shard_group.gather_group)
             return
-        group = self._control_group
         direct = values.device.type == "cpu" and values.is_contiguous()
         target = values if direct else values.cpu().contiguous()
-        dist.broadcast(as_bytes(target), src=self._source, group=group)
+        self._host_group.broadcast(as_bytes(target), self.tag("values", "between steps"))
         if target is not values:
             values.copy_(target)
 
@@ -324,33 +323,34 @@ class Comm:
             for value, part in zip(values, torch.split(flat, sizes), strict=True):
                 value.copy_(part.view(value.dtype).view(value.shape))
 
+    @property
+    def stalled(self) -> bool:
+        """Whether an operation was given up: nothing more can run over these groups."""
+        return self.watchdog.stalled is not None
+
     def check_agreement(self) -> None:
         """At the end of each pass: were all ranks of this host in the same operations?"""
         self.watchdog.check_agreement()
 
-    def _open_recorder(self, replicate: list[int]) -> FlightRecorder:
-        """Ranks of one host share a folder of records; the first rank's word names the run."""
-        token = [hashlib.sha1(os.urandom(16)).hexdigest()[:16]]
-        if self.all_ranks > 1:
-            dist.broadcast_object_list(token, src=self._source, group=self._control_group)
-        # Memory, where there is such a folder: written pages of a disk could stall the hot path.
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        prefix = f"fullshard-{os.getuid()}-"
-        remove_abandoned(memory, prefix)
-        folder = os.path.join(memory, prefix + token[0])
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        recorder = FlightRecorder(folder, self.members.index(self.world_rank), self.all_ranks)
-        recorder.declare("replica", [self.members.index(r) for r in replicate])
-        weakref.finalize(self, _close, recorder, folder)
-        if self.all_ranks > 1:
-            dist.barrier(group=self._control_group)
-        return recorder
+
+_comms: weakref.WeakSet[Comm] = weakref.WeakSet()
 
 
-def _close(recorder: FlightRecorder, folder: str) -> None:
-    recorder.close()
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+def in_flight() -> bool:
+    """At exit: whether operations of a model are in flight that the other ranks may never complete."""
+    deadline = time.monotonic() + _LEAVING_S
+    for comm in list(_comms):
+        if comm.stalled:
+            return True
+        if comm.watchdog.host_waits:
+            unfinished, report = comm.recorder.unfinished(), comm._pending_report
+            while report is not None and not report.over() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if report is not None and report.over():
+                unfinished = unfinished - {(report.channel, report.number)}
+            if unfinished:
+                return True
+    return False
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -358,15 +358,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(-1).view(torch.uint8)
-
-
-def new_group(ranks: list[int], backend: str | None = None, timeout: timedelta | None = None) -> Any:
-    # A group may state that its other ranks are not processes, as with torch's own 'fake' backend: then
-    # agreements on the host go over its backend too, and groups need no names that all ranks share.
-    if getattr(dist.group.WORLD, "peers_are_absent", False) or dist.get_backend() == "fake":
-        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    with named_by_members(ranks):
-        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
 def start() -> bool:
@@ -394,14 +385,19 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch().ranks
 
 
-def error_fields(error: FullshardError | None) -> tuple[type[FullshardError], str, str] | None:
-    return None if error is None else (type(error), error.what, error.remedy)
+def error_fields(error: FullshardError | None) -> tuple[str, str, str] | None:
+    """An error as it is sent to other ranks."""
+    return None if error is None else (type(error).__name__, error.what, error.remedy)
 
 
-def raise_first_error(error: FullshardError | None, members: list[int], errors: list[Any]) -> None:
+def raise_first_error(error: FullshardError | None, members: list[int], received: list[Any]) -> None:
+    """If any rank sent an error, raise it: this rank's own, or the first."""
     if error is not None:
         raise error
-    for rank, other in zip(members, errors, strict=True):
+    for rank, other in zip(members, received, strict=True):
         if other is not None:
-            kind, what, remedy = other
+            name, what, remedy = other
+            kind = getattr(errors, name, None)
+            if not (isinstance(kind, type) and issubclass(kind, FullshardError)):
+                kind = FullshardError  # one that a plugin defined
             raise kind(f"rank {rank} reports: {what}", remedy)

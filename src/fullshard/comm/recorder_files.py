@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import json
 import os
+import stat
 import struct
 import sys
 import time
@@ -16,7 +19,7 @@ SETTLED_S = 2.0  # a mutual wait is reported only after both sides have stood st
 RING = 64  # operations remembered per channel; a power of two
 MAX_CHANNELS = 32
 
-MAGIC = b"FSREC-01"
+MAGIC = b"FSREC-02"
 HEADER = struct.Struct("=8sQqqqqq")
 LEFT_WORD = 6
 SEQUENCE_OFFSET = 64
@@ -32,6 +35,9 @@ LABEL = struct.Struct("=qqQ")  # channel index, offset of the text, hash of the 
 ENTRY = struct.Struct("=q24sqqq")  # number, label, step, ended, number
 ENDED_WORD = 5  # of an entry
 LABELS_SIZE = 256 * 1024  # about 5000 labels; a later label keeps its hash, so it is still compared
+NOTE = struct.Struct("=qQ")  # length, hash; then the text
+NOTE_SIZE = 8 * 1024
+_MAX_FOLDERS = 10_000  # looked at for abandoned ones: anybody may create folders next to ours
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Place:
     since_s: float
     alive: bool
     left: bool = False  # it closed its recorder: it takes part in no more operations
+    pid: int = 0
 
     @property
     def operation(self) -> str:
@@ -74,8 +81,92 @@ class Entry(NamedTuple):
     ended: bool
 
 
-def path(directory: str, rank: int) -> str:
-    return os.path.join(directory, f"rank-{rank}.record")
+class Note(NamedTuple):
+    """What a rank that has stood still for seconds wrote about itself."""
+
+    at: str  # the line of its script
+    collective: str  # of torch.distributed, called by the script: its name; empty if it is in none
+    members: int  # ranks that this collective needs, as a mask of ranks of the world
+    waits: tuple[tuple[str, str, int], ...]  # folder, channel and number of our operations it is blocked in
+    since_ns: int  # how long it has been there
+    written_ns: int
+
+
+def note_text(note: Note) -> bytes:
+    """As stored: JSON. Ranks of a mask are hexadecimal, so that thousands of them fit."""
+    return json.dumps([*note[:2], hex(note.members), *note[3:]]).encode()
+
+
+def _note(text: bytes) -> Note:
+    at, collective, members, waits, since_ns, written_ns = json.loads(text)
+    named = tuple((str(folder), str(channel), int(number)) for folder, channel, number in waits)
+    return Note(str(at), str(collective), int(members, 16), named, int(since_ns), int(written_ns))
+
+
+def record_name(rank: int) -> str:
+    return f"rank-{rank}.record"
+
+
+class Folder:
+    """A folder of records that belongs to this user. Nothing in it is followed, waited for or trusted.
+
+    Its parent may be writable for everybody. All files are named relative to the folder that was opened and
+    checked, so one that is put in its place later is not used.
+    """
+
+    def __init__(self, path: str, parent: int | None = None) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, dir_fd=parent)
+        self.path, self.name = path, os.path.basename(path)
+        if os.fstat(self._file).st_uid != os.geteuid():
+            self.close()
+            raise PermissionError(f"{path!r} belongs to another user")
+
+    def open(self, name: str) -> int | None:
+        """A file for reading; None unless it is a regular file of this user. A FIFO would block."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(name, flags, dir_fd=self._file)
+        except OSError:
+            return None
+        found = os.fstat(file)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            return file
+        os.close(file)
+        return None
+
+    def create(self, name: str) -> int:
+        """A new file for reading and writing; one of this name, which only this user can have made, goes."""
+        self.remove(name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._file)
+
+    def rename(self, name: str, new: str) -> None:
+        os.replace(name, new, src_dir_fd=self._file, dst_dir_fd=self._file)
+
+    def remove(self, name: str, inode: int | None = None) -> None:
+        """With `inode`: only if the file is still that one."""
+        with contextlib.suppress(OSError):
+            found = os.stat(name, dir_fd=self._file, follow_symlinks=False)
+            if inode is None or found.st_ino == inode:
+                os.unlink(name, dir_fd=self._file)
+
+    def names(self) -> list[str]:
+        try:
+            return os.listdir(self._file)
+        except OSError:
+            return []
+
+    def ranks(self) -> list[int]:
+        """The ranks that have a record here: those of this host."""
+        parts = (name.split(".") for name in self.names())
+        numbers = (part[0].removeprefix("rank-") for part in parts if part[1:] == ["record"])
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def mask_size(ranks: int) -> int:
@@ -88,6 +179,10 @@ def channel_offset(index: int, ranks: int) -> int:
 
 def labels_offset(ranks: int) -> int:
     return channel_offset(MAX_CHANNELS, ranks)
+
+
+def note_offset(ranks: int) -> int:
+    return labels_offset(ranks) + LABELS_SIZE
 
 
 def digest(text: bytes) -> int:
@@ -133,6 +228,15 @@ def cpu_time(pid: int, depth: int = 0) -> float:
     return total
 
 
+def process_state(pid: int) -> str:
+    """One letter, as in /proc: R computes, S sleeps, D waits for a disk, T is stopped. Empty: not known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
 class Peer:
     """Reads one rank's file. By pread: reading a mapped file that was truncated would kill the process."""
 
@@ -143,11 +247,9 @@ class Peer:
         self._texts: dict[bytes, tuple[str, str, str]] = {}
 
     @classmethod
-    def open(cls, directory: str, rank: int, ranks: int) -> Peer | None:
-        try:
-            return cls(os.open(path(directory, rank), os.O_RDONLY | os.O_CLOEXEC), rank, ranks)
-        except OSError:
-            return None
+    def open(cls, folder: Folder, rank: int, ranks: int) -> Peer | None:
+        file = folder.open(record_name(rank))
+        return None if file is None else cls(file, rank, ranks)
 
     def close(self) -> None:
         os.close(self._file)
@@ -191,12 +293,23 @@ class Peer:
             since_s,
             alive,
             left_ns != 0,
+            pid,
         )
 
-    def used_s(self) -> float:
-        """Processor time of the rank's process and of all that it started."""
-        data = self._read(0, HEADER.size)
-        return cpu_time(HEADER.unpack(data)[2]) if data else 0.0
+    def note(self) -> Note | None:
+        """What the rank wrote about where it stands; None if it has not, or if that cannot be read."""
+        for _ in range(3):
+            head = self._read(note_offset(self._ranks), NOTE.size)
+            length, expected = NOTE.unpack(head) if head else (0, 0)
+            if not 0 < length <= NOTE_SIZE - NOTE.size:
+                return None
+            text = self._read(note_offset(self._ranks) + NOTE.size, length)
+            if text and digest(text) == expected:  # otherwise it is being written
+                try:
+                    return _note(text)
+                except (ValueError, TypeError):
+                    return None
+        return None
 
     def place_in(self, entry: Entry) -> Place | None:
         """The rank's place in one of its operations."""
@@ -269,18 +382,52 @@ class Peer:
 def remove_abandoned(parent: str, prefix: str) -> None:
     """Remove folders of runs whose processes are all gone: they were killed and could not do it."""
     with contextlib.suppress(OSError):
-        for folder in (e.path for e in os.scandir(parent) if e.name.startswith(prefix) and e.is_dir()):
-            files = [entry.path for entry in os.scandir(folder)]
-            if files and all(map(_abandoned, files)):
-                for path in files:
-                    os.unlink(path)
-                os.rmdir(folder)
+        above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with os.scandir(above) as entries:
+                for entry in itertools.islice(entries, _MAX_FOLDERS):
+                    if entry.name.startswith(prefix):
+                        _remove_if_abandoned(above, entry.name)
+        finally:
+            os.close(above)
 
 
-def _abandoned(path: str) -> bool:
-    with open(path, "rb") as file:
-        data = file.read(HEADER.size)
+def _remove_if_abandoned(above: int, name: str) -> None:
+    try:
+        folder = Folder(name, parent=above)
+    except OSError:
+        return  # a link, a file, or another user's
+    try:
+        names = folder.names()
+        if names and all(_abandoned(folder, each) for each in names):
+            for each in names:
+                folder.remove(each)
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=above)
+    finally:
+        folder.close()
+
+
+def _abandoned(folder: Folder, name: str) -> bool:
+    file = folder.open(name)
+    if file is None:
+        return False
+    try:
+        data = os.pread(file, HEADER.size, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
     if len(data) < HEADER.size:
         return False
     magic, at_host, pid, start, *_ = HEADER.unpack(data)
-    return bool(magic == MAGIC and at_host == host() and start_time(pid) != start)
+    ours = magic[:6] == MAGIC[:6] and at_host == host()  # of any version of the format
+    return bool(ours and start_time(pid) != start)
+
+
+def folder_for(parent: str, name: str) -> Folder:
+    """Open a folder of this user, and create it if there is none."""
+    path = os.path.join(parent, name)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode=0o700)
+    return Folder(path)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from fullshard.comm import monitor
+from fullshard.comm.ending import never_destroy
 from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.tags import CommObserver
+from fullshard.comm.standing import standings
+from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
-_IDLE_S = 5.0
-_BUSY = 0.02  # of a processor; threads that only serve connections use less
+_AFTER_STALL_S = 2.0  # for a save in the background, when training has stalled and a rank is stopped
+_REMEDY = (
+    "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
+    "Decode and evaluate inside `with fs.inference(model):`, where numbers of passes may differ."
+)
+_PATIENCE = " For a rank that is slow for a good reason, raise FULLSHARD_STALL_TIMEOUT_S."
 
 
 class Operation:
@@ -41,45 +49,45 @@ class Operation:
                 self._after = None
 
 
-class IdleWatch:
-    """Finds ranks that have not begun an operation and compute nothing: they wait for something else.
+class Watchdog:
+    """Waits for operations while it watches the other ranks' flight recorders.
 
-    A rank may be late for a save because it is still busy. One that has used no processor time for seconds,
-    together with all processes it started, waits in a barrier that is not ours, or sleeps.
+    `stalled` is the error after which nothing more is waited for: the ranks no longer agree on what is in
+    flight, and memory that an operation may still write to stays as it is.
     """
 
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
-        self._seen: dict[int, tuple[float, float]] = {}
-
-    def idle(self, channel: str, number: int) -> str | None:
-        now = time.monotonic()
-        for place, used_s in self._recorder.not_begun(channel, number):
-            since, used_then = self._seen.setdefault(place.rank, (now, used_s))
-            if used_s - used_then > _BUSY * (now - since) + 0.05:
-                self._seen[place.rank] = (now, used_s)
-            elif now - since >= _IDLE_S:
-                return f"{place}, and has computed nothing for {now - since:.0f} s"
-        return None
-
-
-class Watchdog:
-    """Waits for operations while it watches the other ranks' flight recorders."""
-
-    def __init__(self, recorder: FlightRecorder, host_waits: bool, stall_timeout_s: float) -> None:
-        self.recorder, self.host_waits, self._stall_timeout_s = recorder, host_waits, stall_timeout_s
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        host_waits: bool,
+        stall_timeout_s: float,
+        arrival_s: float = 0.0,
+        training: Watchdog | None = None,
+    ) -> None:
+        self.recorder, self.host_waits = recorder, host_waits
+        self._stall_timeout_s, self._arrival_s, self._training = stall_timeout_s, arrival_s, training
         self.observer: CommObserver | None = None
+        self.stalled: Stalled | None = None
+        if recorder.ranks > 1:
+            monitor.watch(recorder)
 
-    def wait_for(self, work: Any, channel: str, number: int, watch: IdleWatch | None = None) -> None:
+    def begin(self, channel: str, tag: OpTag) -> int:
+        """Note an operation that is about to be issued; returns its running number."""
+        number = self.recorder.begin(channel, tag.phase, tag.unit, tag.step)
+        if self.observer is not None:
+            self.observer.issued(channel, number, tag)
+        return number
+
+    def wait_for(self, work: Any, channel: str, number: int) -> None:
         """The operation is over when this returns; on a GPU, for the current stream."""
         if self.observer is None:
-            self._wait_for(work, channel, number, watch)
+            self._wait_for(work, channel, number)
             return
         self.observer.waiting(channel, number)
-        self._wait_for(work, channel, number, watch)
+        self._wait_for(work, channel, number)
         self.observer.waited(channel, number)
 
-    def _wait_for(self, work: Any, channel: str, number: int, watch: IdleWatch | None) -> None:
+    def _wait_for(self, work: Any, channel: str, number: int) -> None:
         if not self.host_waits and channel != "control":
             work.wait()  # the current stream waits, not the host
             self.recorder.end(channel, number)
@@ -90,22 +98,46 @@ class Watchdog:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._still_waiting(error, channel, number, begun, None)
+                self._still_waiting(error, channel, number, begun)
                 raise
             recorder.end(channel, number)
             return
+        self.check_stalled()
         recorder.wait_begin(channel, number)
         try:
             while True:
+                failed = work.is_completed()  # or done: then this returns, whatever the limit is
                 try:
                     work.wait(_POLL)
                     break
                 except RuntimeError as error:
-                    idle = watch.idle(channel, number) if watch is not None else None
-                    self._still_waiting(error, channel, number, begun, idle)
+                    self._still_waiting(error, channel, number, begun, failed)
+        except BaseException:  # KeyboardInterrupt too: the operation stays in flight
+            never_destroy(())
+            raise
         finally:
             recorder.wait_end()
         recorder.end(channel, number)  # not in `finally`: peers must see a failed wait as unfinished
+
+    @contextmanager
+    def blocking(self, channel: str, tag: OpTag) -> Iterator[None]:
+        """Around a call that blocks until other ranks take part, and that cannot be waited for in steps."""
+        number = self.recorder.begin(channel, tag.phase, tag.unit, tag.step)
+        self.recorder.wait_begin(channel, number)
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            self._still_waiting(error, channel, number, begun, failed=True)
+            raise
+        finally:
+            self.recorder.wait_end()
+        self.recorder.end(channel, number)
+
+    def check_stalled(self) -> None:
+        """After a stall, every further operation raises its error at once."""
+        if self.stalled is not None:
+            raise Stalled(self.stalled.what, self.stalled.remedy) from self.stalled
 
     @property
     def profiled(self) -> bool:
@@ -130,22 +162,32 @@ class Watchdog:
                     "Every rank must make the same calls on a sharded model in the same order.",
                 )
 
+    def _limit_s(self, channel: str, number: int) -> float:
+        if self._arrival_s > self._stall_timeout_s and None in self.recorder.places():
+            return self._arrival_s  # not all have begun to take part, as far as this host knows
+        if self._training is not None and self._training.stalled is not None:
+            stopped = (s.stopped for s in standings(self.recorder, channel, number).values())
+            return _AFTER_STALL_S if any(stopped) else self._stall_timeout_s
+        return self._stall_timeout_s
+
     def _still_waiting(
-        self, error: RuntimeError, channel: str, number: int, begun: float, idle: str | None
+        self, error: RuntimeError, channel: str, number: int, begun: float, failed: bool = False
     ) -> None:
-        verdict = self.recorder.verdict(channel, number) or idle
-        if verdict is None and "imed out" not in str(error) and "imeout" not in str(error):
-            verdict = f"the connection failed ({str(error).splitlines()[0]})"
-            time.sleep(0.2)
-            verdict = self.recorder.verdict(channel, number) or verdict
+        verdict, remedy = self.recorder.verdict(channel, number), _REMEDY
+        timed_out = "imed out" in str(error) or "imeout" in str(error)
+        if verdict is None and not timed_out:
+            time.sleep(0.2)  # a rank that died with the connection is a zombie or gone by then
+            failure = f"the connection failed ({str(error).splitlines()[0]})"
+            verdict = self.recorder.verdict(channel, number) or failure
         waited = time.monotonic() - begun
-        if verdict is None and waited > self._stall_timeout_s:
-            verdict = f"nothing moved for {waited:.0f} s"
+        if verdict is None and (failed or waited > self._limit_s(channel, number)):
+            late = [s.describe(None) for s in standings(self.recorder, channel, number).values() if s.late]
+            verdict = f"nothing moved for {waited:.0f} s" + "".join(f"; late: {text}" for text in late)
+            remedy = _REMEDY + _PATIENCE
         if verdict is None:
             return
         places = "; ".join(str(p) for p in self.recorder.places() if p is not None)
-        raise Stalled(
-            f"an operation that the other ranks will not complete: {verdict}. Places: {places}",
-            "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
-            "Decode and evaluate inside `with fs.inference(model):`, where numbers of passes may differ.",
-        ) from None
+        self.stalled = Stalled(
+            f"an operation that the other ranks will not complete: {verdict}. Places: {places}", remedy
+        )
+        raise self.stalled from None

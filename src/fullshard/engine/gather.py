@@ -51,6 +51,7 @@ class Gathering:
         self.schedule: Schedule | None = None  # None until the first pass is over
         self._paths: list[list[int]] = [[] for _ in range(comm.all_ranks)]  # each rank's first pass
         self.forward: Pass | None = None
+        self.interrupted = False  # as the root's forward began: what is in flight is waited for later
         self.backward: Pass | None = None
         self.inference: InferenceSession | None = None  # inside fs.inference
         self.keeping = False  # full values stay for the next micro-batch (fs.accumulate)
@@ -178,13 +179,17 @@ class Gathering:
     def abandon_pass(self) -> None:
         """The root's forward was refused before it began, or interrupted."""
         self.forward = None
+        if self._comm.stalled:
+            return  # what is in flight stays: nothing is waited for twice, and nothing runs any more
         for unit in self.units:
             unit.drop_pass()
             unit.release()
 
     def forget_interrupted(self) -> None:
         """A forward that ended in KeyboardInterrupt seems to run still: torch calls no hooks after it."""
-        if self.root.pass_state.depth and current_task() == NO_TASK and not self.root.runs():
+        left = self.root.pass_state.depth and not self.root.runs()
+        if (left or self.interrupted) and current_task() == NO_TASK:
+            self.interrupted = False
             self.abandon_pass()
 
     def _gather_what_any_rank_needs(self, needed: int) -> None:
@@ -310,6 +315,8 @@ class Gathering:
 
     def recover(self) -> None:
         """A backward raised: drop it."""
+        if self._comm.stalled:
+            return
         for unit in self.units:
             unit.drop_pass()
             unit.release()

@@ -431,7 +431,9 @@ class Reduction:
             )
 
     def drop(self) -> None:
-        """Forget everything in flight, after a backward that failed."""
+        """Forget everything in flight, after a backward that failed. After a stall it stays in flight."""
+        if self._comm.stalled:
+            return
         for flight in self.in_flight:
             flight.wait()
         self.in_flight.clear()

@@ -130,9 +130,13 @@ class Runtime:
             self._outermost = unit
         try:
             return self._enter(unit, module, args, kwargs)
-        except BaseException:
+        except Exception:
             if unit is self.root and unit.pass_state.depth == 0:
                 self.gathering.abandon_pass()
+            raise
+        except BaseException:  # KeyboardInterrupt: at once, not after what is in flight
+            if unit is self.root and unit.pass_state.depth == 0:
+                self.gathering.interrupted = True
             raise
 
     def _enter(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from fullshard.checkpoint import commit, files
 from fullshard.checkpoint.dcp.format import METADATA, Place
 from fullshard.checkpoint.files import failed, remove_tree
+from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box
 
@@ -47,6 +48,10 @@ class Leaf:
     parts: Callable[[], Iterable[tuple[Box, torch.Tensor]]]
 
 
+record(Box)  # of `plan`, which knows no ranks
+
+
+@record
 @dataclass
 class Written:
     """What a rank has written to its file, and where."""

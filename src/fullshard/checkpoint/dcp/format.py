@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from fullshard.checkpoint.files import unreadable
 from fullshard.checkpoint.format.headers import Tensor, is_count
 from fullshard.checkpoint.loading.reading import DAMAGED, Stored
+from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.plan.layout import Box
 
@@ -33,6 +34,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
+@record
 @dataclass(frozen=True)
 class Place:
     """The location of an item."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 MAX_HEADER_BYTES = 64 * 2**20
@@ -39,6 +40,7 @@ _CODES: dict[str, torch.dtype] = {
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 
+@record
 @dataclass(frozen=True)
 class Tensor:
     """Name, dtype and shape of a tensor in a file."""

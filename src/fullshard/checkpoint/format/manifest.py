@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.checkpoint.format.headers import is_count, parse_json
+from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 NAME = "fullshard.json"
@@ -44,6 +45,7 @@ class Count:
     elements: int = 0
 
 
+@record
 @dataclass(frozen=True)
 class Part:
     """An entry of one rank's file of parts: elements [start, stop) of a tensor of that shape."""

@@ -18,6 +18,7 @@ from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import NAME, Part
 from fullshard.checkpoint.saving.contents import LocalSlice
 from fullshard.comm.groups import as_bytes
+from fullshard.comm.messages import record
 
 FILE_BYTES = 5 * 10**9  # per safetensors file; a larger tensor gets a file of its own
 _STAGED_BYTES = 32 * 2**20  # copied from a device at a time
@@ -67,6 +68,7 @@ def index_of(plans: Sequence[FilePlan]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1).encode()
 
 
+@record
 @dataclass
 class Written:
     """What a rank has written: checksums of pieces, sizes of its own files, and elements per kind."""

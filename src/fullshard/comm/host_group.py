@@ -1,0 +1,194 @@
+"""Ranks that exchange messages on the host: a gloo group with a flight recorder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fullshard.comm import messages
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.group_names import named_by_members
+from fullshard.comm.recorder_files import folder_for, remove_abandoned
+from fullshard.comm.tags import OpTag
+from fullshard.comm.watchdog import Watchdog
+from fullshard.environment import launch
+
+_CHANNEL = "control"
+_CREATION_S = 30.0  # at least, however short the limit for a stall is
+# For ranks that have not come to fs.shard yet: they may load or download a model first. torch waits as long.
+_ARRIVAL_S = 1800.0
+
+
+def peers_are_absent() -> bool:
+    """Whether this process plays one rank of many without other processes, as with torch's 'fake' backend."""
+    return bool(getattr(dist.group.WORLD, "peers_are_absent", False)) or dist.get_backend() == "fake"
+
+
+def new_group(ranks: list[int], backend: str | None = None) -> Any:
+    # Without other processes, agreements on the host go over that backend too, and groups need no
+    # names that all ranks share.
+    if peers_are_absent():
+        return dist.new_group(ranks, use_local_synchronization=True)
+    # gloo's own limit, for creating the group as well. NCCL keeps its own.
+    limit_s = max(launch().stall_timeout_s, _CREATION_S)
+    timeout = timedelta(seconds=limit_s) if (backend or dist.get_backend()) == "gloo" else None
+    with named_by_members(ranks):
+        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+class HostGroup:
+    """Collectives of plain values on the host, over `members` of the world. One thread at a time.
+
+    watchdog: that of a model, whose recorder then has the operations; None opens a recorder for the group.
+    use_default: the script's own group will do, where it is one of these ranks on the host.
+    training: of a group that a background save uses: the watchdog of the training loop beside it.
+    """
+
+    def __init__(
+        self,
+        members: list[int],
+        purpose: str,
+        watchdog: Watchdog | None = None,
+        use_default: bool = False,
+        training: Watchdog | None = None,
+    ) -> None:
+        self.members, self.ranks = members, len(members)
+        self.index = members.index(dist.get_rank())
+        self.is_alone = self.ranks == 1 or peers_are_absent()
+        if watchdog is None:
+            recorder = open_recorder(members, purpose)
+            weakref.finalize(self, recorder.close)
+            arrival_s = _ARRIVAL_S if use_default else 0.0
+            watchdog = Watchdog(recorder, True, launch().stall_timeout_s, arrival_s, training)
+            with self._blocking(watchdog, purpose):
+                self.group = self._find_group(use_default)
+        else:
+            self.group = self._find_group(use_default)
+        self.watchdog, self.recorder = watchdog, watchdog.recorder
+
+    def _find_group(self, use_default: bool) -> Any:
+        if self.ranks == 1:
+            return None
+        if use_default and _default_group_serves(self.members):
+            return dist.group.WORLD
+        return new_group(self.members, backend="gloo")
+
+    @contextmanager
+    def _blocking(self, watchdog: Watchdog, phase: str) -> Iterator[None]:
+        if self.is_alone:
+            yield
+            return
+        watchdog.recorder.thread = threading.get_ident()
+        with watchdog.blocking(_CHANNEL, OpTag("process groups", phase, 0)):
+            yield
+
+    def blocking(self, phase: str) -> AbstractContextManager[None]:
+        """Around a call that blocks until all ranks of this group make it, such as creating groups."""
+        return self._blocking(self.watchdog, phase)
+
+    def all_gather_object(self, value: Any, tag: OpTag) -> list[Any]:
+        """Every rank's plain value, by rank, on every rank."""
+        if self.is_alone:
+            return [value] * self.ranks
+        mine = messages.encode(value)
+        sizes = self._sizes(len(mine), tag)
+        longest = max(sizes)
+        rows = torch.empty(self.ranks, longest, dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+        self._run(lambda: self.group._allgather_base(rows.view(-1), padded), tag)
+        received = [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+        return [messages.decode(row, rank) for row, rank in zip(received, self.members, strict=True)]
+
+    def broadcast_object(self, value: Any, tag: OpTag) -> Any:
+        """The first rank's plain value on every rank."""
+        if self.is_alone:
+            return value
+        mine = messages.encode(value) if self.index == 0 else b""
+        data = torch.zeros(self._sizes(len(mine), tag)[0], dtype=torch.uint8)
+        if self.index == 0:
+            data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self.broadcast(data, tag)
+        return messages.decode(data.numpy().tobytes(), self.members[0])
+
+    def broadcast(self, values: torch.Tensor, tag: OpTag) -> None:
+        """The first rank's bytes, in place, on every rank."""
+        if not self.is_alone:
+            self._run(lambda: self.group.broadcast(values, 0), tag)
+
+    def _run(self, issue: Callable[[], Any], tag: OpTag) -> None:
+        # The group's own methods: a background save continues when the script ends its process groups.
+        self.recorder.thread = threading.get_ident()
+        number = self.watchdog.begin(_CHANNEL, tag)
+        self.watchdog.wait_for(issue(), _CHANNEL, number)
+
+    def _sizes(self, mine: int, tag: OpTag) -> list[int]:
+        sizes = torch.empty(self.ranks, dtype=torch.int64)
+        self._run(lambda: self.group._allgather_base(sizes, torch.tensor([mine])), tag)
+        messages.check_sizes(sizes.tolist(), self.members)
+        return [int(size) for size in sizes]
+
+
+def _default_group_serves(members: list[int]) -> bool:
+    """Whether the script's own group joins exactly these ranks, and moves host memory by gloo."""
+    if len(members) != dist.get_world_size():
+        return False
+    try:
+        return bool(distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).name() == "gloo")
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def open_recorder(members: list[int], purpose: str) -> FlightRecorder:
+    """A recorder in a folder that the ranks of this host share. Its name needs no message: it is derived from
+    a word in the store of the world, the ranks, and how many such recorders they opened before."""
+    name = os.urandom(12).hex()
+    if not peers_are_absent():
+        store = distributed_c10d._get_default_store()
+        key = f"{purpose} {members}"
+        count = store.add(f"fullshard recorders {key} of {dist.get_rank()}", 1)
+        run = store.compare_set("fullshard run", "", os.urandom(16).hex())
+        name = hashlib.sha256(f"{run!r} {key} {count}".encode()).hexdigest()[:24]
+    # Memory, where there is such a folder: written pages of a disk could stall the hot path.
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    prefix = f"fullshard-{os.geteuid()}-"
+    remove_abandoned(parent, prefix)
+    folder = folder_for(parent, prefix + name)
+    recorder = FlightRecorder(folder, members.index(dist.get_rank()), len(members), members)
+    recorder.on_close = lambda: _remove_if_empty(os.path.join(parent, prefix + name))
+    return recorder
+
+
+def _remove_if_empty(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # not through links, and only if it is empty
+
+
+_first_groups: dict[tuple[int, ...], tuple[Any, HostGroup]] = {}  # with the world that they belong to
+
+
+def first_group(members: list[int]) -> HostGroup:
+    """The group in which these ranks agree before a model has groups of its own. All of them must call it."""
+    world, key = dist.group.WORLD, tuple(members)
+    if peers_are_absent():
+        return HostGroup(members, "shard", use_default=True)
+    known = _first_groups.get(key)
+    if known is None or known[0] is not world:
+        _first_groups[key] = known = world, HostGroup(members, "shard", use_default=True)
+    return known[1]
+
+
+def forget_first_groups() -> None:
+    """The process groups end."""
+    _first_groups.clear()

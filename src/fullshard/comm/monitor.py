@@ -1,0 +1,164 @@
+"""A thread that notices when this process stands still: it writes where, and warns whom it waits for.
+
+Once per second it looks at this process's flight recorders, which costs microseconds while they move. Where
+one has not moved for two seconds, the thread writes a note for the other ranks of the host: the line of the
+script, and the collective of torch.distributed in which the script waits, if any. Where this rank has waited
+for five, it logs a warning that names the late ranks and what they do; the next after twice the time. Nothing
+is raised here: a rank may be late for good reasons, and is waited for.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import standing
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.recorder_files import Note
+from fullshard.comm.standing import Standing
+
+_log = logging.getLogger("fullshard")
+_TICK_S = 1.0
+_NOTE_S = 2.0
+WARN_S = 5.0
+# Functions of torch.distributed that return on no rank before all ranks of the group have called them.
+_COLLECTIVES = frozenset(
+    [
+        *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor"),
+        *("all_gather_single", "all_gather_object", "all_to_all", "all_to_all_single"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    ]
+)
+_SMALL_BYTES = 2**20  # data of a larger one may be on its way for seconds, on ranks that began it
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_COLLECTIVES_FILE = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
+
+
+@dataclass
+class _Watch:
+    """What is known of one recorder that does not move."""
+
+    sequence: int = -1
+    since: float = 0.0
+    frame: tuple[int, int] = (0, 0)
+    frame_since_ns: int = 0
+    next_warning_s: float = WARN_S
+    warned: bool = False
+    earlier: dict[int, Standing] = field(default_factory=dict)
+
+
+_watched: weakref.WeakKeyDictionary[FlightRecorder, _Watch] = weakref.WeakKeyDictionary()
+_thread_of_pid = 0
+_lock = threading.Lock()
+
+
+def watch(recorder: FlightRecorder) -> None:
+    """Look at this recorder from now on, as long as it exists."""
+    global _thread_of_pid
+    with _lock:
+        _watched[recorder] = _Watch()
+        if _thread_of_pid != os.getpid():  # a forked process has no threads
+            _thread_of_pid = os.getpid()
+            threading.Thread(target=_run, name="fullshard monitor", daemon=True).start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(_TICK_S)
+        with _lock:
+            watched = list(_watched.items())
+        for recorder, state in watched:
+            try:
+                _look(recorder, state)
+            except Exception as error:  # noqa: BLE001  a recorder that is closed meanwhile, a full log: no harm
+                _log.debug("the monitor failed: %r", error)
+        watched.clear()
+        recorder = None  # type: ignore[assignment]  # it may be collected while this thread sleeps
+
+
+def _look(recorder: FlightRecorder, state: _Watch) -> None:
+    now = time.monotonic()
+    if recorder.sequence != state.sequence:
+        if state.warned:
+            _log.warning("rank %d: the operation went on after %.0f s", recorder.rank, now - state.since)
+        state.sequence, state.since = recorder.sequence, now
+        state.next_warning_s, state.earlier, state.warned = WARN_S, {}, False
+        return
+    quiet_s = now - state.since
+    if quiet_s < _NOTE_S:
+        return
+    recorder.write_note(_own_note(recorder, state))
+    blocked = recorder.blocked_in
+    if blocked is None or quiet_s < state.next_warning_s - 2 * _TICK_S:
+        return
+    standings = standing.standings(recorder, *blocked)
+    if quiet_s >= state.next_warning_s:
+        state.next_warning_s *= 2
+        if text := standing.warning(recorder, quiet_s, standings, state.earlier):
+            state.warned = True
+            _log.warning("%s", text)
+    else:
+        state.earlier = standings
+
+
+def _own_note(recorder: FlightRecorder, state: _Watch) -> Note:
+    frame = sys._current_frames().get(recorder.thread)
+    key = (id(frame), frame.f_lasti) if frame is not None else (0, 0)
+    now_ns = time.monotonic_ns()
+    if key != state.frame:
+        state.frame, state.frame_since_ns = key, now_ns
+    name, members = _collective(frame)
+    waits = [
+        (other.folder.name, *blocked)
+        for other in list(_watched)
+        if other.thread == recorder.thread and (blocked := other.blocked_in) is not None
+    ]
+    return Note(_line(frame), name, members, tuple(waits), state.frame_since_ns, now_ns)
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line that is not torch's or ours, with the function that it calls."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE, "<frozen")):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()[:120]
+    return f"{file[-120:]}:{line} in {frame.f_code.co_name}" + (f": {text}" if text else "")
+
+
+def _collective(frame: FrameType | None) -> tuple[str, int]:
+    """The collective that the script called and waits in, and the ranks that it needs, as a mask."""
+    found: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            return "", 0  # one of ours: it is in a recorder
+        if found is None and file == _COLLECTIVES_FILE and frame.f_code.co_name in _COLLECTIVES:
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return "", 0
+    given = dict(found.f_locals)
+    if sum(map(_bytes, given.values())) > _SMALL_BYTES:
+        return "", 0
+    ranks = dist.get_process_group_ranks(given.get("group") or dist.group.WORLD)
+    return found.f_code.co_name, sum(1 << rank for rank in ranks)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.numel()) * value.element_size()
+    return sum(map(_bytes, value)) if type(value) in (list, tuple) else 0

@@ -1,0 +1,109 @@
+"""Where the ranks of this host stand when an operation does not complete: who is late, and what it does."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.recorder_files import Note, Peer, Place, cpu_time, process_state
+from fullshard.environment import launch
+
+_BUSY = 0.2  # of a processor; threads that only serve connections use far less
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, Ctrl-Z)",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a network file system",
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank of this host, seen from another that waits in an operation."""
+
+    place: Place
+    begun: bool  # it has issued the operation, or a later one
+    state: str  # as in /proc
+    used_s: float  # processor time of the process and of all that it started
+    note: Note | None
+    read_s: float
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def late(self) -> bool:
+        """It holds up the operation: it has not issued it, or cannot go on with it."""
+        return not self.place.alive or self.state in _STATES or not self.begun
+
+    def describe(self, earlier: Standing | None) -> str:
+        """In a sentence; what it does is derived from the processor time since `earlier`."""
+        text = str(self.place).replace(
+            f"rank {self.place.rank}:", f"rank {self.place.rank} (pid {self.place.pid}):"
+        )
+        if not self.place.alive:
+            return text
+        text += f"; it is {self._doing(earlier)}"
+        return f"{text}, at {self.note.at}" if self.note is not None and self.note.at else text
+
+    def _doing(self, earlier: Standing | None) -> str:
+        if self.state in _STATES:
+            return _STATES[self.state]
+        if self.state == "R":
+            return "computing"
+        if earlier is None or self.read_s - earlier.read_s < 0.5:
+            return "alive"
+        share = (self.used_s - earlier.used_s) / (self.read_s - earlier.read_s)
+        return "computing" if share > _BUSY else "sleeping, or waiting for something else"
+
+
+def standings(recorder: FlightRecorder, channel: str, number: int) -> dict[int, Standing]:
+    """All other ranks of this host that have a part in the operation. For any thread."""
+    found = {}
+    for rank in sorted(recorder.others(channel).intersection(recorder.folder.ranks())):
+        peer = Peer.open(recorder.folder, rank, recorder.ranks)
+        if peer is None:
+            continue
+        try:
+            place, entry, note = peer.place(), peer.entry(channel, number), peer.note()
+        finally:
+            peer.close()
+        if place is not None and entry is not None:
+            if note is not None and note.written_ns < time.monotonic_ns() - place.since_s * 1e9:
+                note = None  # of an earlier time
+            used_s, state = cpu_time(place.pid), process_state(place.pid)
+            found[rank] = Standing(place, entry.number >= number, state, used_s, note, time.monotonic())
+    return found
+
+
+def warning(
+    recorder: FlightRecorder, waited_s: float, now: dict[int, Standing], earlier: dict[int, Standing]
+) -> str | None:
+    """What this rank should report after waiting so long; None where another rank of the host reports it."""
+    own = Peer.open(recorder.folder, recorder.rank, recorder.ranks)
+    place = own.place() if own is not None else None
+    if own is not None:
+        own.close()
+    if place is None or not place.waiting:
+        return None
+    late = [standing for standing in now.values() if standing.late]
+    if any(s.place.waiting and not s.late and s.place.rank < recorder.rank for s in now.values()):
+        return None  # the first rank of this host that waits reports it, for all
+    who = f"rank {place.rank} (pid {place.pid} on {socket.gethostname()})"
+    here = f"{who} has waited {waited_s:.0f} s in {place.operation}"
+    texts = [s.describe(earlier.get(s.place.rank)) for s in late]
+    absent = sorted(recorder.others(place.channel) - now.keys())
+    if absent and launch().local_ranks == launch().ranks:  # all on this host, so these have not come yet
+        texts += [f"rank {rank} has not called fs.shard" for rank in absent[:8]]
+    if texts:
+        return f"{here}. Late: " + "; ".join(texts)
+    if recorder.rank > 0 or waited_s < QUIET_S:
+        return None
+    if not absent:
+        return f"{here}: all ranks take part in it, and the data is not there yet"
+    return f"{here}: the ranks of this host take part in it, some on other hosts do not; see their output"
+
+
+QUIET_S = 30.0  # nobody of this host is late: the data is slow, or another host is at fault and reports it

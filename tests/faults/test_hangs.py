@@ -1,0 +1,172 @@
+"""A rank that is stuck or gone: the others warn within seconds, go on if it does, and end if it does not.
+
+Every case is a run of two real processes (`hang_cases`), because how they end is a part of it. Runs mostly
+wait, so some are in progress at a time. Limits end a hang; no time is measured here. `-s` prints a table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ranks
+import warm
+
+SCRIPT = Path(ranks.__file__).with_name("hang_cases.py")
+STALL_S, LIMIT_S = 9, 150.0
+
+
+@dataclass
+class Ended:
+    """How a run went: by rank, lines with the time since the event, exit status, and when it ended."""
+
+    lines: list[list[tuple[float, str]]] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    statuses: list[int | None] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def text(self, rank: int) -> str:
+        return "\n".join(line for _, line in self.lines[rank])
+
+
+def _run(case: str, folder: Path) -> Ended:
+    """Rank 0 to its end; then rank 1 gets seconds to end by itself, unless it is stopped."""
+    folder.mkdir()
+    port, ended = ranks.free_port(), Ended()
+    processes = [_start(case, folder, rank, port) for rank in range(2)]
+    with ThreadPoolExecutor(4) as readers:
+        errors = [readers.submit(_timed_lines, process) for process in processes]
+        outputs = [readers.submit(process.stdout.read) for process in processes]  # type: ignore[union-attr]
+        try:
+            for process, limit_s in zip(processes, (LIMIT_S, 20.0), strict=True):
+                try:
+                    ended.statuses.append(process.wait(limit_s))
+                except subprocess.TimeoutExpired:
+                    ended.statuses.append(None)
+                ended.times.append(time.time())
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        ended.outputs = [output.result() for output in outputs]
+        marks = folder / "event"
+        event = float(marks.read_text()) if marks.exists() else time.time()
+        ended.lines = [[(at - event, line) for at, line in error.result()] for error in errors]
+        ended.times = [at - event for at in ended.times]
+    return ended
+
+
+def _start(case: str, folder: Path, rank: int, port: int) -> subprocess.Popen[str]:
+    variables = {
+        **warm.environment(dict(os.environ)),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "FULLSHARD_STALL_TIMEOUT_S": str(STALL_S),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [f"{warm.commands()}/python", str(SCRIPT), case, str(folder)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _timed_lines(process: subprocess.Popen[str]) -> list[tuple[float, str]]:
+    assert process.stderr is not None
+    return [(time.time(), line.rstrip()) for line in process.stderr]
+
+
+@dataclass(frozen=True)
+class Expected:
+    warning: str = ""  # in a warning; empty: there may be one
+    error: str = ""  # in the error of rank 0; empty: both ranks end as if nothing had happened
+    status: int = 1
+
+
+LATE = r"rank 0 \(pid \d+ on \S+\) has waited \d+ s in .*\. Late: rank 1 \(pid \d+\): .*"
+SIGNAL = "stopped by a signal"
+STOPPED = Expected(LATE + SIGNAL, r"nothing moved for \d+ s; late: rank 1 .*" + SIGNAL)
+IDLE, MUTUAL, GONE = "sleeping, or waiting", "none of them can continue", "rank 1: process has exited"
+CASES: dict[str, Expected] = {
+    "stopped": STOPPED,
+    "loop": Expected(LATE + r"computing, at .*hang_cases.py:\d+ in loop", "nothing moved"),
+    "lock": Expected(LATE + IDLE + r".*in locked: lock.acquire\(\)", "nothing moved"),
+    "sleep": Expected(LATE + IDLE + r".*in sleeps: time.sleep", "nothing moved"),
+    "input": Expected(LATE + IDLE + r".*in asks: input\(\)", "nothing moved"),
+    "short sleep": Expected(LATE + IDLE + r".*in sleeps: time.sleep"),
+    "late for shard": Expected("rank 0 .*has waited .*rank 1 has not called fs.shard"),
+    "quiet before a save": Expected(r"rank 1 .*has waited .*\(save, .*Late: rank 0 .*" + IDLE),
+    "leaves": Expected(error="rank 1: (process has exited|has left)"),
+    "exits": Expected(error=GONE),
+    "killed": Expected(error=GONE),
+    "out of memory": Expected(error="rank 1: (process has exited|has left)"),
+    "killed in a save": Expected(error=GONE),
+    "forward alone": Expected(error=r"rank 1 waits in torch.distributed.barrier .*" + MUTUAL),
+    "full alone": Expected(error=r"rank 1 waits in torch.distributed.barrier .*" + MUTUAL),
+    "forward against all_reduce": Expected(error=r"rank 1 waits in torch.distributed.all_reduce .*" + MUTUAL),
+    "shorter loader": Expected(error=r"rank 1 waits in torch.distributed.barrier .*" + MUTUAL),
+    "two models": Expected(error="another model .*" + MUTUAL),
+    "stopped in shard": STOPPED,
+    "stopped in a save": STOPPED,
+    "stopped in a background save": Expected(LATE + SIGNAL, "nothing moved"),
+    "stopped in a load": STOPPED,
+    "stopped in backward": STOPPED,
+    "stopped in the optimizer": STOPPED,
+    "interrupted": Expected(error="KeyboardInterrupt", status=-signal.SIGINT),
+    "caught": Expected(LATE, "caught Stalled", status=0),
+    "caught, status 7": Expected(LATE, "caught Stalled", status=7),
+    "groups ended in finally": STOPPED,
+    "error swallowed": Expected(error="Stalled|RankMismatch"),
+}
+
+
+@pytest.mark.timeout(1200)
+def test_a_stuck_rank_is_named_within_seconds_and_every_other_process_ends(tmp_path: Path) -> None:
+    wanted = os.environ.get("HANGS", "").split(";") if os.environ.get("HANGS") else list(CASES)
+    folders = [tmp_path / re.sub(r"\W", "-", case) for case in wanted]
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(zip(wanted, pool.map(_run, wanted, folders), strict=True))
+    for case, ended in found.items():
+        _print_row(case, ended)
+    wrong = [problem for case, ended in found.items() for problem in _problems(case, CASES[case], ended)]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def _problems(case: str, expected: Expected, ended: Ended) -> list[str]:
+    wrong: list[str] = []
+    both = ended.text(0) + "\n" + ended.text(1)
+    if not re.search(expected.warning, both):
+        wrong.append(f"{case}: no warning {expected.warning!r}:\n{both}")
+    if ended.statuses[0] != (expected.status if expected.error else 0):
+        wrong.append(f"{case}: rank 0 ended with {ended.statuses[0]}:\n{both}")
+    if not re.search(expected.error, ended.text(0)):
+        wrong.append(f"{case}: no error {expected.error!r}:\n{ended.text(0)}")
+    if not expected.error:
+        undisturbed = {output.split()[-1] for output in ended.outputs if output}
+        if ended.statuses != [0, 0] or len(ended.outputs[0].split()) != 2 or not undisturbed:
+            wrong.append(f"{case}: the run did not continue:\n{both}")
+    if "Late" in both and sum("has waited" in line for line in both.splitlines()) > 8:
+        wrong.append(f"{case}: too many warnings:\n{both}")
+    return wrong
+
+
+def _print_row(case: str, ended: Ended) -> None:
+    def first(pattern: str) -> str:
+        times = [at for lines in ended.lines for at, line in lines if re.search(pattern, line)]
+        return f"{min(times):.1f}" if times else "-"
+
+    message = r"(errors\.\w+: |^KeyboardInterrupt|caught )"
+    row: list[Any] = [case, first("has waited"), first(message), f"{ended.times[0]:.1f}", *ended.statuses]
+    print("| " + " | ".join(map(str, row)) + " |")

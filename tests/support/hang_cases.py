@@ -1,0 +1,310 @@
+"""One of two ranks of a run in which rank 1 gets stuck, or leaves: `hang_cases.py CASE FOLDER`.
+
+Not a test module: `test_hangs` runs it as a script, because how the process ends is what is tested.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard as fs
+
+CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
+RANK = int(os.environ["RANK"])
+
+
+def event() -> None:
+    """Now it happens: for the table of times."""
+    (FOLDER / "event").write_text(str(time.time()))
+
+
+def stop() -> None:
+    event()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        stop()
+        return function(*args, **kwargs)
+
+    return run if RANK == 1 else function
+
+
+class StopInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if RANK == 1 and Net.stops:
+            stop()
+        return gradient
+
+
+class Net(nn.Module):
+    stops = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1:
+                x = StopInBackward.apply(x)
+        return self.head(x)
+
+
+class Run:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = fs.shard(Net(), units=nn.Sequential, keep_full=0)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.x = torch.randn(4, 16, generator=torch.Generator().manual_seed(RANK))
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> float:
+        loss = self.model(self.x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def save(self, **options: Any) -> None:
+        fs.save(FOLDER / "saved", self.model, self.optimizer, **options)
+
+
+# ---- what happens on rank 1, between steps
+
+
+def loop() -> NoReturn:
+    event()
+    while True:
+        pass
+
+
+def locked() -> None:
+    event()
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def sleeps(seconds: float) -> None:
+    event()
+    time.sleep(seconds)
+
+
+def leaves() -> NoReturn:
+    event()
+    sys.exit(0)
+
+
+def exits() -> NoReturn:
+    event()
+    os._exit(0)
+
+
+def killed() -> None:
+    event()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def out_of_memory() -> NoReturn:
+    event()
+    raise MemoryError("no room")
+
+
+def asks() -> None:
+    event()
+    input()
+
+
+RANK_1: dict[str, Callable[[], Any]] = {
+    "stopped": stop,
+    "loop": loop,
+    "lock": locked,
+    "sleep": lambda: sleeps(600),
+    "short sleep": lambda: sleeps(9),
+    "leaves": leaves,
+    "exits": exits,
+    "killed": killed,
+    "out of memory": out_of_memory,
+    "input": asks,
+}
+
+
+# ---- what the ranks do differently
+
+
+def in_barrier(rank_0: Callable[[], Any], collective: Callable[[], Any] = dist.barrier) -> None:
+    if RANK == 0:
+        event()
+        rank_0()
+    else:
+        collective()
+
+
+def shorter_loader(run: Run) -> None:
+    for _ in range(3 - RANK):
+        run.step()
+    event()
+    dist.barrier()
+
+
+def enter_full(run: Run) -> None:
+    with fs.full(run.model):
+        pass
+
+
+def two_models(run: Run) -> None:
+    other = fs.shard(Net(), units=nn.Sequential)
+    event()
+    (run.model if RANK == 0 else other)(run.x)
+
+
+def quiet_before_a_save(run: Run) -> None:
+    if RANK == 0:
+        sleeps(9)
+    run.save()
+
+
+def stopped_in_a_save(run: Run, **options: Any) -> None:
+    from fullshard.checkpoint.saving.job import Job
+
+    Job._write = stopped_first(Job._write)  # type: ignore[method-assign]
+    run.save(**options)
+    while True:
+        run.step()
+
+
+def killed_in_a_save(run: Run) -> None:
+    from fullshard.checkpoint.saving.job import Job
+
+    if RANK == 1:
+        Job._write = lambda *_: killed()  # type: ignore[method-assign]
+    run.save()
+
+
+def stopped_in_a_load(run: Run) -> None:
+    from fullshard.checkpoint import load
+
+    run.save()
+    load._open = stopped_first(load._open)
+    fs.load(FOLDER / "saved", run.model, run.optimizer)
+
+
+def stopped_in_backward(run: Run) -> None:
+    Net.stops = True
+    run.step()
+
+
+def stopped_in_the_optimizer(run: Run) -> None:
+    run.optimizer.step = stopped_first(run.optimizer.step)  # type: ignore[method-assign]
+    run.step()
+
+
+def interrupted(run: Run) -> None:
+    if RANK == 1:
+        sleeps(600)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    run.step()
+
+
+def caught(run: Run) -> None:
+    if RANK == 1:
+        stop()
+    try:
+        run.step()
+    except fs.FullshardError as error:
+        print(f"caught {type(error).__name__}", file=sys.stderr)
+    run.__dict__.clear()
+    gc.collect()
+
+
+def caught_and_status(run: Run) -> None:
+    caught(run)
+    sys.exit(7)
+
+
+def groups_ended_in_finally(run: Run) -> None:
+    if RANK == 1:
+        stop()
+    try:
+        run.step()
+    finally:
+        dist.destroy_process_group()
+
+
+def error_swallowed(run: Run) -> None:
+    if RANK == 1:
+        event()
+        try:
+            raise ValueError("a bad batch")
+        except ValueError:
+            return
+    run.step()
+
+
+BOTH: dict[str, Callable[[Run], Any]] = {
+    "forward alone": lambda run: in_barrier(lambda: run.model(run.x)),
+    "full alone": lambda run: in_barrier(lambda: enter_full(run)),
+    "forward against all_reduce": lambda run: in_barrier(
+        lambda: run.model(run.x), lambda: dist.all_reduce(torch.ones(3))
+    ),
+    "shorter loader": shorter_loader,
+    "two models": two_models,
+    "quiet before a save": quiet_before_a_save,
+    "stopped in a save": stopped_in_a_save,
+    "stopped in a background save": lambda run: stopped_in_a_save(run, background=True),
+    "killed in a save": killed_in_a_save,
+    "stopped in a load": stopped_in_a_load,
+    "stopped in backward": stopped_in_backward,
+    "stopped in the optimizer": stopped_in_the_optimizer,
+    "interrupted": interrupted,
+    "caught": caught,
+    "caught, status 7": caught_and_status,
+    "groups ended in finally": groups_ended_in_finally,
+    "error swallowed": error_swallowed,
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    if CASE == "stopped in shard":
+        from fullshard.comm.groups import ShardGroup
+
+        ShardGroup.__init__ = stopped_first(ShardGroup.__init__)  # type: ignore[method-assign]
+    if CASE == "late for shard" and RANK == 1:
+        sleeps(9)
+    run = Run()
+    if CASE in RANK_1 and RANK == 1:
+        RANK_1[CASE]()
+    if CASE in BOTH:
+        BOTH[CASE](run)
+    if CASE.startswith("caught"):
+        return
+    for _ in range(3):
+        loss = run.step()
+    print(f"loss {loss}")
+
+
+main()
