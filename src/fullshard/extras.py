@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from fullshard.errors import MissingExtra
 
@@ -26,9 +31,27 @@ def need(library: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{library}.".startswith(f"{error.name}."):
             raise  # it is installed, and one of its own dependencies is missing
-        raise MissingExtra(
-            f"{library.partition('.')[0]} is not installed", f"Run: pip install 'fullshard[{extra}]'"
-        ) from None
+        what = f"{library.partition('.')[0]} is not installed"
+        raise MissingExtra(what, f"Run: {install_command(extra)}") from None
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation, from where it was installed: a folder, an archive,
+    a repository, or an index."""
+    checkout = Path(__file__).resolve().parents[2]
+    try:
+        record = json.loads(distribution("fullshard").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        record = {"url": checkout.as_uri()} if (checkout / "pyproject.toml").is_file() else {}
+    url = record.get("url")
+    if url is None:
+        return f"pip install 'fullshard[{extra}]'"
+    if record.get("dir_info", {}).get("editable"):
+        folder = url2pathname(urlsplit(url).path)
+        return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
+    if "vcs_info" in record:
+        url = f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
+    return f"pip install {shlex.quote(f'fullshard[{extra}] @ {url}')}"
 
 
 def is_tested(library: str) -> bool:

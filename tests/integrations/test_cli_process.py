@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from fullshard import extras
+
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -64,7 +66,8 @@ def test_missing_library_is_one_line_that_names_the_extra(library: str) -> None:
     found = python(WITHOUT, library)
     assert found.returncode == 2
     assert found.stdout == ""
-    assert found.stderr == f"fullshard: {library} is not installed. Run: pip install 'fullshard[cli]'\n"
+    remedy = f"Run: {extras.install_command('cli')}"
+    assert found.stderr == f"fullshard: {library} is not installed. {remedy}\n"
 
 
 def test_help_loads_no_simulation_training_planning_or_foreign_library() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,36 @@ def _exported(module: str) -> list[str]:
     return list(ast.literal_eval(lists[0]))
 
 
+def _check_links_from_disk(site: Path) -> None:
+    """Opened as files, pages lead to each other, and search finds its index in a script."""
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # a server's own
+            continue
+        for target in re.findall(r'(?:href|src)="([^"#]+)', page.read_text()):
+            if not re.match(r"(https?|mailto|data|javascript):", target):
+                file = page.parent / urllib.parse.unquote(target.partition("?")[0])
+                assert not target.startswith("/"), f"{page.name} has the absolute link {target}"
+                assert file.is_file(), f"{page.name} links to {target}"
+    assert (site / "search" / "search_index.js").is_file()
+
+
+LONGEST = 100  # characters of a line of code; docs/styles/wide.css makes room for them
+
+
+@pytest.mark.parametrize("page", documents.pages(), ids=lambda page: page.name)
+def test_code_blocks_fit_the_page(page: Page) -> None:
+    for block in page.blocks:
+        if not block.hidden:
+            long = [line for line in block.code.splitlines() if len(line) > LONGEST]
+            assert not long, f"{page.name}, in the block of line {block.line}: {long[0]}"
+
+
 def test_site_is_built_without_a_warning_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
-    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    reference = (tmp_path / "site" / "api.html").read_text()
     for door in DOORS:
         for name in _exported(door):
             assert f'id="{door}.{name}"' in reference, f"{door}.{name}"
@@ -143,3 +168,4 @@ def test_site_is_built_without_a_warning_and_its_reference_has_every_public_name
         assert re.search(rf'id="fullshard\.(api\.|errors\.)?{name}"', reference), name
     arguments = reference.split('id="fullshard.shard"')[1].split('id="fullshard.api.plan"')[0]
     assert "Parameters:" in arguments
+    _check_links_from_disk(tmp_path / "site")

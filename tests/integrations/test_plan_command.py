@@ -17,6 +17,7 @@ from torch import nn
 
 import fullshard as fs
 import ranks
+from fullshard import extras
 from fullshard.errors import OptionError
 from fullshard.tools import cli
 from fullshard.tools.planning import sizes, subjects
@@ -466,7 +467,7 @@ def test_config_without_transformers_names_the_extra(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, out, err = main(str(tmp_path))
     assert (code, out) == (2, "")
-    assert "pip install 'fullshard[hf]'" in err
+    assert f"Run: {extras.install_command('hf')}" in err
 
 
 def test_folder_that_is_no_model_hides_no_size_of_its_name(

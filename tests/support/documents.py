@@ -37,6 +37,7 @@ class Block:
     line: int
     title: str | None = None
     instead: str | None = None  # of a shell block
+    hidden: bool = False  # from readers
 
 
 @dataclass
@@ -59,7 +60,7 @@ def read(path: Path) -> Page:
         elif match["word"] == "instead":
             instead = match["content"].strip()
         elif match["word"] == "before":
-            page.blocks.append(Block("python", match["content"], line))
+            page.blocks.append(Block("python", match["content"], line, hidden=True))
         else:
             kind, _, rest = match["info"].strip().partition(" ")
             title = re.search(r'title="([^"]+)"', rest)

@@ -321,7 +321,7 @@ one step of it is traced tensor by tensor. For each strategy it prints what a ra
   at the peak  in addition, at the worst moment of a step: full values of the units in
                use, gradients in flight, activations, logits and loss
 
-A config.json is built by transformers (pip install 'fullshard[hf]'); a named size is a
+A config.json is built by transformers (the extra `hf`); a named size is a
 decoder that computes as transformers does. What the model returns (its logits) counts
 until the step is over. Attention counts as fused kernels compute it, if the model uses
 them. Other models on the same device and what your own code keeps are not included.""",
