@@ -70,6 +70,8 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         for lane in (lane for unit in live for lane in unit.lanes):
             lane.keeps_memory = True
     runtime = Runtime(live, comm, options)
+    for lane in runtime.lanes:
+        lane.show_to(options.integration.present)
     runtime.plan = plan
     runtime.copier = duplicate
     runtime.adopt_optimizer = show_state_shards

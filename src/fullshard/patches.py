@@ -25,12 +25,12 @@ class Patch:
 class Patches:
     """Replacements that can be undone together.
 
-    `packages` are the libraries whose modules may have imported a replaced function by its name. Functions
+    `packages` are those whose modules may have imported a replaced function by its name; '*': any. Functions
     and methods are replaced in place, not classes: scripts hold references to the classes already.
     """
 
     def __init__(self, *packages: str) -> None:
-        self._packages = packages
+        self._packages = frozenset(packages)
         self._applied: dict[tuple[type | ModuleType, str], Patch] = {}
 
     def replace(self, owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
@@ -60,8 +60,13 @@ class Patches:
         setattr(owner, name, after)
         if isinstance(owner, ModuleType):
             for module_name, module in list(sys.modules.items()):
-                if module_name.partition(".")[0] in self._packages and vars(module).get(name) is before:
+                package = module_name.partition(".")[0]
+                if not self._packages.isdisjoint((package, "*")) and _attributes(module).get(name) is before:
                     setattr(module, name, after)
 
     def is_replacement(self, value: Any) -> bool:
         return any(patch.replacement is value for patch in self._applied.values())
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    return getattr(module, "__dict__", {})  # sys.modules may hold anything

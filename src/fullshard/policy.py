@@ -64,6 +64,8 @@ class Integration:
     policy_of: Callable[[nn.Module], UnitPolicy] | None = None  # called with the first module of each unit
     # An optimizer that holds parameters of the model must hold no others: they would train on one rank alone.
     exclusive_optimizers: bool = True
+    # Called with each sharded parameter, gradient and state dict value, its lane, and its index there.
+    present: Callable[[torch.Tensor, Any, int], None] | None = None
 
 
 DEFAULT_POLICY = UnitPolicy()

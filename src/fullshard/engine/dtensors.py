@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _foreach_utils
 
 from fullshard.errors import StateError
-from fullshard.plan.tensor_parallel import SPEC_ATTRIBUTE, Spec, local_of, spec_of
+from fullshard.plan.tensor_parallel import SPEC_ATTRIBUTE, Spec, is_cut, local_of, spec_of
 
 
 class ShardedParameter(torch.Tensor):
@@ -85,7 +85,7 @@ def exchange(parameter: torch.Tensor, twin: torch.Tensor) -> None:
     forward inside fs.full whose result is kept. Here such a graph keeps the twin, and raises an error when it
     is about to give it a gradient.
     """
-    if isinstance(parameter, DTensor) and parameter.requires_grad:
+    if is_cut(parameter) and parameter.requires_grad:
         get_gradient_edge(parameter).node.register_prehook(_refuse_late_backward)
     kind, held, others = type(parameter), _slots(parameter), {**twin.__dict__, **parameter.__dict__}
     parameter.__class__ = type(twin)

@@ -58,6 +58,8 @@ class GradShard(torch.Tensor):
 
     holder: Holder
 
+    total: type[torch.Tensor] | None = None  # the class of norms over many; None: plain tensors
+
     is_sparse = False  # optimizers ask each gradient: a class attribute answers without a detour through us
 
     @staticmethod

@@ -103,6 +103,7 @@ class Lane:
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
         self.gradients: LaneGradients | None = None
+        self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, device=self.home.compute_device)
@@ -130,7 +131,18 @@ class Lane:
     def make_gradients(self) -> LaneGradients:
         """A new gradient shard, of zeros."""
         self.gradients = LaneGradients(self.layout, self.dtypes.rest, self.comm, self.home, self.replicated)
+        self._show(self.gradients.views)
         return self.gradients
+
+    def show_to(self, present: Callable[[torch.Tensor, Lane, int], None] | None) -> None:
+        """Call it with every parameter now, and with every gradient and state dict value when it is made."""
+        self.present = present
+        self._show(self.parameters)
+
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.present is not None:
+            for index, tensor in enumerate(tensors):
+                self.present(tensor, self, index)
 
     # ---- hot path
 

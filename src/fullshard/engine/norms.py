@@ -30,11 +30,14 @@ class PartialNorm(torch.Tensor):
 
     comm: Comm
     order: float
+    total: type[torch.Tensor] | None  # see GradShard
 
     @staticmethod
-    def make(value: torch.Tensor, comm: Comm, order: float) -> PartialNorm:
+    def make(
+        value: torch.Tensor, comm: Comm, order: float, total: type[torch.Tensor] | None = None
+    ) -> PartialNorm:
         partial = value.as_subclass(PartialNorm)
-        partial.comm, partial.order = comm, order
+        partial.comm, partial.order, partial.total = comm, order, total
         return partial
 
     @classmethod
@@ -44,9 +47,11 @@ class PartialNorm(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.to:
             with plainly():
-                return PartialNorm.make(func(*args, **kwargs), args[0].comm, args[0].order)
+                return PartialNorm.make(func(*args, **kwargs), args[0].comm, args[0].order, args[0].total)
         if func in (torch.stack, torch.cat) and isinstance(args[0], list | tuple):
-            return func(_finish(args[0]), *args[1:], **kwargs)
+            out = func(_finish(args[0]), *args[1:], **kwargs)
+            kind = getattr(args[0][0], "total", None)
+            return out if kind is None else out.as_subclass(kind)
         if name_of(func) == "__get__":
             with plainly():
                 out = func(*args, **kwargs)
@@ -103,6 +108,7 @@ def _local_norms(
             values[i] if i in values else torch.zeros((), dtype=dtype or _real(g.dtype), device=g.device),
             g.comm,
             order,
+            g.total,
         )
         for i, g in enumerate(gradients)
     ]

@@ -66,7 +66,8 @@ def is_cut(tensor: Any) -> TypeGuard[DTensor]:
     A program that has none should not pay for importing their class, which takes a second: until somebody
     else has imported it, there is none.
     """
-    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+    # Not isinstance, to which the parameters of `torch_fsdp` are DTensors, too.
+    return issubclass(type(tensor), getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.replicated)
     twin.rest.copy_(lane.rest)
     twin.show_sharded()
+    twin.show_to(lane.present)
     return twin
 
 

@@ -104,6 +104,8 @@ class StateShard(torch.Tensor):
     def _holding(self, local: torch.Tensor) -> StateShard:
         twin = StateShard.make(self.key, self.piece, local, self.start, self.stop)
         twin.comm = self.comm
+        twin.__class__ = type(self)
+        twin.__dict__.update(self.__dict__ | twin.__dict__)
         return twin
 
     # ---- torch's own names, for scripts that take its sharded state dicts apart
@@ -188,6 +190,8 @@ def shard_of(lane: Lane, index: int, local: torch.Tensor, key: str) -> StateShar
         raise StateError(f"{key!r} has {local.numel()} elements, and this rank keeps {stop - start}")
     shard = StateShard.make(key, piece, local.view(lane.shard_views[index].shape), start, stop)
     shard.comm = lane.comm
+    if lane.present is not None:
+        lane.present(shard, lane, index)
     return shard
 
 
@@ -250,6 +254,8 @@ def _part(key: str, value: Any, lane: Lane, index: int) -> torch.Tensor:
             f"{key!r} has shape {tuple(value.shape)} in the state dict and {piece.global_shape} in the model",
             "Load tensors of the unsharded model.",
         )
+    if is_cut(value) and spec is None and piece.region is None:
+        value = value.full_tensor()  # a collective; cut by rows, for example, by torch's distribute_tensor
     if is_cut(value) and (spec is None or not spec.cuts_like(value)):
         raise ModelError(
             f"{key!r} in the state dict is a DTensor that is not cut as the parameter is",

@@ -12,12 +12,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from fullshard.engine.runtime import is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.keywords import checked_keywords
+from fullshard.plan.tensor_parallel import local_of
 from fullshard.plan.units import has_forward
-from fullshard.torch_fsdp.deferred import Phase, begin_unless_on_meta, is_on_meta, parameters_in, request_of
+from fullshard.torch_fsdp.deferred import (
+    Phase,
+    begin_unless_on_meta,
+    is_on_meta,
+    parameters_in,
+    request_of,
+    requests_in,
+)
+from fullshard.torch_fsdp.dtensors import present_parameter_on_meta, value_on_meta
 from fullshard.torch_fsdp.fsdp_module import FSDPModule
 from fullshard.torch_fsdp.module_requests import (
     FullyShardOptions,
@@ -31,6 +41,15 @@ from fullshard.torch_fsdp.policies import (
     as_mixed_precision,
     refuse_offload,
 )
+
+
+class AppliedTwice(StateError, AssertionError):
+    """fully_shard of a module that has it. Of torch's class, too: scripts may expect that."""
+
+
+class WrongLayout(OptionError, AssertionError):
+    """A mesh or a placement that cannot be. Of torch's class, too."""
+
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 _SAME, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -54,27 +73,24 @@ def fully_shard(
     mesh: one axis shards over it; two axes replicate over the first and shard over the second.
     reshard_after_forward: True releases full values after forward; False keeps them until backward; a number
         keeps each unit sharded over so many ranks; None is True for blocks, False for the outermost module.
+    shard_placement_fn: checked, then without effect: parameters are cut between elements, evenly.
     mp_policy: a MixedPrecisionPolicy, for each module its own.
     ignored_params: stay unsharded on every rank and are not synchronised.
 
     The call only registers a request. The outermost module with one is sharded when it is first used: by a
     forward, its parameters(), a state dict, unshard() or reshard(), on all ranks. All ranks get the first
-    rank's values. NotSupported: shard_placement_fn (parameters are cut by elements, not rows), CPU offload,
-    dp_mesh_dims.
+    rank's values. Parameters, gradients and state dict values then answer DTensor's questions, see
+    `torch_fsdp.dtensors`. NotSupported: CPU offload, dp_mesh_dims, parameters with fsdp_pre_all_gather.
     """
     modules = module if isinstance(module, list | tuple) else [module]
     refuse_offload(offload_policy)
-    if shard_placement_fn is not None:
-        raise NotSupported(
-            "fully_shard(shard_placement_fn=...): parameters are cut by elements here, not along a dimension",
-            "Leave it out; every parameter is divided evenly whatever its shape.",
-        )
     if dp_mesh_dims is not None:
         raise NotSupported("fully_shard(dp_mesh_dims=...)", "Pass the data parallel axis alone: mesh['dp'].")
     _check_mesh(mesh)
     _check_reshard(reshard_after_forward, mesh)
     for each in modules:
         _check_module(each)
+        _check_parameters(each, shard_placement_fn)
     policy = as_mixed_precision(mp_policy)
     if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
         _begin_untraced.append(torch.compiler.disable(ModuleRequest.begin))  # type: ignore[no-untyped-call]
@@ -86,6 +102,15 @@ def fully_shard(
     return module
 
 
+def _state(module: nn.Module) -> ModuleRequest | None:
+    """`fully_shard.state(module)`: None for a module to which it was not applied."""
+    request = request_of(module)
+    return request if isinstance(request, ModuleRequest) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise OptionError(f"fully_shard got a {type(module).__name__}, not a torch module", "Pass a module.")
@@ -95,8 +120,9 @@ def _check_module(module: Any) -> None:
             "Call it on each module inside.",
         )
     if request_of(module) is not None:
-        raise StateError(
-            f"sharding of this {type(module).__name__} was requested before",
+        raise AppliedTwice(
+            "Each distinct composable distributed API can only be applied to a module once. Sharding of this "
+            f"{type(module).__name__} was requested before",
             "Call fully_shard once per module, and not on a FullyShardedDataParallel.",
         )
     if is_sharded(module):
@@ -106,13 +132,40 @@ def _check_module(module: Any) -> None:
         )
 
 
+def _check_parameters(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None) -> None:
+    """Of this module and of no module inside it to which fully_shard was applied."""
+    inner = {id(p) for request in requests_in(module, ModuleRequest) for p in parameters_in(request.module)}
+    for name, parameter in nn.Module.named_parameters(module):
+        if id(parameter) in inner:
+            continue
+        own = local_of(parameter)
+        if hasattr(own, "fsdp_pre_all_gather"):
+            raise NotSupported(
+                f"parameter {name!r} is a {type(own).__name__} with fsdp_pre_all_gather: this engine has its "
+                "own communication",
+                "Use a plain parameter; an mp_policy with bf16 sends fewer bytes.",
+            )
+        placement = None if placement_of is None else placement_of(parameter)
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            raise NotSupported(
+                f"shard_placement_fn gives {placement!r} for parameter {name!r}", "Give a Shard, or None."
+            )
+        if not -parameter.ndim <= placement.dim < parameter.ndim:
+            raise WrongLayout(
+                f"Shard dim {placement.dim} is invalid for {parameter.ndim}D tensor: parameter {name!r}",
+                "Give one of its dimensions; it is divided evenly whichever it is.",
+            )
+
+
 def _check_mesh(mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise OptionError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}", "Pass a part of it.")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise OptionError(
+        raise WrongLayout(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified",
             "The first axis replicates, the second shards.",
         )
@@ -147,7 +200,8 @@ class _DeferredModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if _is_deferred_on_meta(self):
-            return self._plain_class.state_dict(self, *args, **kwargs)  # type: ignore[call-overload]
+            state = self._plain_class.state_dict(self, *args, **kwargs)  # type: ignore[call-overload]
+            return _answering_state(module_request(self), state, kwargs.get("prefix", ""))
         return _begun(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +222,9 @@ class _DeferredModule:
         begin_unless_on_meta(request)
         if request.window is not None:
             request.window.take_over()  # an optimizer must not get parameters that will be replaced
+        elif request.phase is Phase.DEFERRED:
+            for parameter in parameters_in(request.module):
+                present_parameter_on_meta(parameter, request.mesh)
         return self._plain_class.named_parameters(request.module, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -197,6 +254,14 @@ def _begun(module: Any) -> Any:
 
 
 _begin_untraced: list[Callable[[ModuleRequest], Any]] = []  # `begin`, which torch.compile must not trace
+
+
+def _answering_state(request: ModuleRequest, state: Any, prefix: str) -> Any:
+    for name, _ in nn.Module.named_parameters(request.module, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, nn.Parameter):
+            state[prefix + name] = value_on_meta(value, request.mesh)
+    return state
 
 
 def _is_deferred_on_meta(module: Any) -> bool:

@@ -14,8 +14,10 @@ Sharding at once where a policy is given was considered: it would free memory a 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self, TypeVar
@@ -56,6 +58,7 @@ class Sharding:
     options: dict[str, Any]
     policy_of: Callable[[nn.Module], UnitPolicy]
     values: ValueSource | None = None  # of a meta-device model
+    present: Callable[[torch.Tensor, Any, int], None] | None = None  # see `policy.Integration`
 
 
 class Request:
@@ -105,8 +108,7 @@ class Request:
     def begin(self, used: bool = True) -> nn.Module:
         """Shard the model unless that was done. All ranks must call it. Returns `target`."""
         if self.phase is Phase.DEFERRED:
-            # The first use may be an evaluation: tensors made in inference mode could never train.
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_of_passes():
                 build(outermost(self))
         return self.target
 
@@ -123,6 +125,20 @@ class Request:
         twin._module = weakref.ref(memo[id(self.module)])  # being copied right now: it carries this request
         twin.set_phase(self.phase)
         return twin
+
+
+@contextmanager
+def outside_of_passes() -> Iterator[None]:
+    """Shards are made here. The first use may be an evaluation, or run inside a transform of torch.func: its
+    tensors would be, too, and could never train."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        functorch = sys.modules.get("torch._functorch.pyfunctorch")
+        leave = getattr(functorch, "temporarily_clear_interpreter_stack", None)
+        if leave is not None:
+            stack.enter_context(leave())
+        yield
 
 
 def request_of(module: nn.Module) -> Request | None:
@@ -192,7 +208,9 @@ def build(root: Request, values: ValueSource | None = None) -> None:
 
 
 def _shard(model: nn.Module, sharding: Sharding, values: ValueSource | None) -> None:
-    integration = Integration(values=values, policy_of=sharding.policy_of, exclusive_optimizers=False)
+    integration = Integration(
+        values=values, policy_of=sharding.policy_of, exclusive_optimizers=False, present=sharding.present
+    )
     try:
         if values is not None:
             values.prepare()

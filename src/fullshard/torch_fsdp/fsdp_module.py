@@ -74,6 +74,9 @@ class FSDPModule:
             args, kwargs = args[:1], {k: v for k, v in kwargs.items() if k != "assign"}
         return self._plain_class.load_state_dict(module, state_dict, *args, **kwargs)
 
+    def _get_fsdp_state(self) -> ModuleRequest:
+        return module_request(self)
+
     # ---- full values
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

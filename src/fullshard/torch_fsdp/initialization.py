@@ -27,6 +27,7 @@ from fullshard.engine.unit import LiveUnit
 from fullshard.errors import Uninitialised as UninitialisedError
 from fullshard.plan.tensor_parallel import local_of
 from fullshard.state.materialize import is_untouched
+from fullshard.torch_fsdp.dtensors import ShardAnswers
 
 _about = """
 requires_grad grad is_leaf device dtype is_meta layout _version grad_fn _grad_fn _backward_hooks is_cuda
@@ -38,7 +39,7 @@ _ABOUT = frozenset(_about.split())  # the same for the shard and for the unshard
 _windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()  # by id of a parameter
 
 
-class Uninitialised(nn.Parameter):
+class Uninitialised(ShardAnswers, nn.Parameter):
     """A parameter without values yet. Touching it opens its unit."""
 
     @classmethod
@@ -136,6 +137,7 @@ class Window:
         buffers.given_memory()
         self._units: dict[nn.Parameter, LiveUnit] = {}
         self._shapes: dict[nn.Parameter, tuple[int, ...]] = {}  # unsharded
+        self._classes: dict[nn.Parameter, type[nn.Parameter]] = {}
         self._sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._open: AbstractContextManager[None] | None = None
         for unit in runtime.units_of(runtime.model):
@@ -145,7 +147,8 @@ class Window:
                 self._sites.setdefault(shown, []).append((module, attribute))
             for parameter, shape in unit.unsharded_shapes().items():
                 self._units[parameter], self._shapes[parameter] = unit, shape
-                if type(parameter) is nn.Parameter:
+                if issubclass(type(parameter), nn.Parameter):
+                    self._classes[parameter] = type(parameter)
                     _set_class(parameter, Uninitialised)
                     _windows[id(parameter)] = self
         runtime.initialising = self.close
@@ -198,7 +201,7 @@ class Window:
         self._runtime.initialising = None
         for parameter in self._units:
             if type(parameter) is Uninitialised:
-                _set_class(parameter, nn.Parameter)
+                _set_class(parameter, self._classes[parameter])
                 _windows.pop(id(parameter), None)
         self._buffers.share_first(self._runtime.comm)
         if len(self._buffers):  # a script may load a state dict first, and compute these afterwards

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -25,10 +26,12 @@ from fullshard.torch_fsdp.deferred import (
     build,
     is_on_meta,
     outermost,
+    outside_of_passes,
     parameters_in,
     request_of,
     requests_in,
 )
+from fullshard.torch_fsdp.dtensors import Mesh, Present, withdraw
 from fullshard.torch_fsdp.initialization import BlankBuffers, Window
 from fullshard.torch_fsdp.policies import MixedPrecisionPolicy, casts_of, precision_of
 
@@ -96,7 +99,7 @@ class ModuleRequest(Request):
             _refuse_meta(outermost(self).module)
             super().begin()
         if used and self.window is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_of_passes():
                 self.window.end()
             assert self.runtime is not None
             for request in requests_in(self.runtime.model, ModuleRequest):
@@ -124,6 +127,7 @@ class ModuleRequest(Request):
 
     def combine(self, requests: Sequence[Self]) -> Sharding | None:
         parameters = parameters_in(self.module)
+        withdraw(parameters)
         left_out = frozenset[nn.Parameter]().union(*(r.options.ignored for r in requests))
         ignore = tuple(p for p in parameters if p in left_out)
         if len(ignore) == len(parameters):
@@ -135,7 +139,13 @@ class ModuleRequest(Request):
             "ignore": ignore,
         }
         options["device"] = _device(self.module, options["mesh"])
-        return Sharding(options, lambda module: chosen[module].policy())
+        return Sharding(options, lambda module: chosen[module].policy(), present=Present(self.mesh))
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the model, in torch's terms."""
+        given = self.options.mesh
+        return Mesh(given, _default_device().type)
 
     def policy(self) -> UnitPolicy:
         """Of the unit of this module; the same on all ranks, so that they gather alike."""
@@ -163,6 +173,24 @@ class ModuleRequest(Request):
             self.module.compile(*args, **kwargs)
         self.compilations.clear()
 
+    # ---- names of torch's state object that other libraries read
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.is_root
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        root = self.module if self.runtime is None else self.runtime.model
+        return SimpleNamespace(all_states=requests_in(root, ModuleRequest))
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        return set()  # units of several modules wait for none of them
+
+    def _lazy_init(self) -> None:
+        self.begin()
+
     # ---- setters
 
     def update_policy(self) -> None:
@@ -181,6 +209,10 @@ class ModuleRequest(Request):
             runtime.postpone_reduction(not any(r.syncs and r.sums_replicas for r in requests))
 
 
+def is_any_meta(parameters: Sequence[nn.Parameter]) -> bool:
+    return any(p.is_meta for p in parameters)
+
+
 def module_request(module: Any) -> ModuleRequest:
     """Of a module to which `fully_shard` was applied."""
     request = request_of(module)
@@ -190,10 +222,12 @@ def module_request(module: Any) -> ModuleRequest:
 
 def _refuse_meta(root: nn.Module) -> None:
     if is_on_meta(root):
-        meta = [name for name, p in nn.Module.named_parameters(root) if p.is_meta]
+        of_first = next(o for r in requests_in(root, ModuleRequest) if is_any_meta(o := r.own_parameters()))
+        first = set(map(id, of_first))  # a large model has hundreds
+        meta = [name for name, p in nn.Module.named_parameters(root) if p.is_meta and id(p) in first]
         raise ModelError(
-            "parameters should be materialized from the meta device before training, but these were still on "
-            f"meta device: {meta}",
+            "FSDP parameters should be materialized from meta device before training, but the following were "
+            f"still on meta device: {meta}",
             "Call model.to_empty(device=...) and then initialise them, or load a state dict.",
         )
 
