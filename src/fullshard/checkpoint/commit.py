@@ -211,12 +211,15 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / manifest.NAME
     try:
-        size = path.stat().st_size
-        if size > manifest.MAX_BYTES:
-            raise DamagedCheckpoint(
-                f"{str(path)!r} has {size} bytes, too many for a manifest", "Use another checkpoint."
-            )
-        return manifest.from_bytes(path.read_bytes())
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > manifest.MAX_BYTES:
+                raise DamagedCheckpoint(
+                    f"{str(path)!r} has {size} bytes, too many for a manifest", "Use another checkpoint."
+                )
+            manifest.check_beginning(file.read(manifest.BEGINNING_BYTES))
+            file.seek(0)
+            return manifest.from_bytes(file.read())
     except OSError as error:
         raise unreadable(repr(str(path)), error) from error
 

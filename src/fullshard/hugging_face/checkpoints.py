@@ -23,6 +23,7 @@ from torch import nn
 from fullshard import extras
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.commit import find, is_checkpoint
+from fullshard.checkpoint.format.torch_archives import read_file
 from fullshard.checkpoint.hugging_face import folders
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.loading.opening import open_checkpoint
@@ -121,7 +122,7 @@ def load_model(
     elif dcp.is_dcp(folder):
         load(folder, model)
     elif file.is_file():
-        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        model.load_state_dict(read_file(file))
     elif folders.is_model(top):
         load(top, model)
     else:

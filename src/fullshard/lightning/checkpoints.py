@@ -2,7 +2,7 @@
 
 All ranks write, also where Lightning would write on the first one only. Values that are plain data are kept
 as such; others (an object among the hyperparameters, for example) are kept as bytes of torch.save, and are
-loaded by torch.load's rule: with `weights_only=False`, or if torch considers their classes safe.
+loaded only with `weights_only=False`, or if the script has declared their classes safe to torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from fullshard.checkpoint import commit, files
 from fullshard.checkpoint.format import manifest
+from fullshard.checkpoint.format.torch_archives import NotPlain, read_bytes
 from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
@@ -111,13 +112,24 @@ def values_of(
     values = dict(extra[VALUES])
     for name, data in extra.get(PICKLED, {}).items():
         try:
-            values[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            values[name] = _unpickled(name, data, weights_only)
         except Exception as error:
             if isinstance(error, FullshardError):
                 raise
             if name not in optional:
                 raise not_plain(name, str(folder)) from error
     return values
+
+
+def _unpickled(name: str, data: bytes, weights_only: bool | None) -> Any:
+    """A value that was kept as bytes of torch.save: plain data, or with the user's permission anything."""
+    if weights_only is not False:
+        try:
+            return read_bytes(f"the value {name!r}", data)
+        except NotPlain:
+            if not torch.serialization.get_safe_globals():  # classes that the script has declared safe
+                raise
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False)
 
 
 def not_plain(name: str, where: str) -> CheckpointError:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
-from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.lightning.checkpoints import GROUPS, STATE, UNUSED, checkpoint_path, values_of
@@ -46,15 +45,20 @@ def read_values(path: str | os.PathLike[str], weights_only: bool | None) -> dict
         source.close()
 
 
-def consolidate(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+def consolidate(
+    path: str | os.PathLike[str], to: str | os.PathLike[str], *, weights_only: bool | None = None
+) -> None:
     """Write a checkpoint as one plain .ckpt file, which Lightning loads without fullshard.
 
     `MyModule.load_from_checkpoint(to)`, and `Trainer.fit(ckpt_path=to)` with any strategy, our own included.
+
+    weights_only: False also reads objects (among the hyperparameters, for example), which can run code: only
+        for a checkpoint that you trust. Otherwise such a checkpoint is refused; the error names the value.
     """
     target = Path(to)
     if os.path.lexists(target):
         raise CheckpointError(f"{str(target)!r} exists; it was left as it is", "Choose another name.")
-    checkpoint = read_checkpoint(path, weights_only=False)
+    checkpoint = read_checkpoint(path, weights_only=weights_only)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
@@ -65,23 +69,14 @@ def consolidate(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Non
 
 
 def _extra(source: Checkpoint) -> dict[str, Any]:
-    return {name: _decode(source, SHARED_FILE, tree) for name, tree in source.manifest.extra.items()}
-
-
-def _decode(source: Checkpoint, file: str, tree: Any) -> Any:
-    large = source.values(file)
-
-    def stored(name: str) -> torch.Tensor:
-        return source.read_tensor(large[name])
-
-    return decode(tree, stored)
+    return {name: source.value(tree, SHARED_FILE) for name, tree in source.manifest.extra.items()}
 
 
 def _state_dict(source: Checkpoint) -> dict[str, Any]:
     state: dict[str, Any] = {name: source.read_tensor(stored) for name, stored in source.model.items()}
     state |= {other: state[name] for other, name in source.manifest.tied.items()}
     for module, tree in source.manifest.modules.items():
-        state[f"{module}._extra_state".lstrip(".")] = _decode(source, rank_file(0), tree)
+        state[f"{module}._extra_state".lstrip(".")] = source.value(tree, rank_file(0))
     return state
 
 
@@ -94,7 +89,7 @@ def _optimizers(source: Checkpoint, groups: list[int]) -> list[dict[str, Any]]:
         number = {name: i for i, name in enumerate(names)}
         param_groups = [
             {
-                **_decode(source, rank_file(0), group["options"]),
+                **source.value(group["options"], rank_file(0)),
                 "params": [number[n] for n in group["parameters"]],
             }
             for group in saved["groups"][at : at + count]
@@ -111,7 +106,7 @@ def _optimizers(source: Checkpoint, groups: list[int]) -> list[dict[str, Any]]:
 
 def _value(source: Checkpoint, name: str, entry: Any) -> Any:
     if entry["kind"] == "value":
-        return _decode(source, rank_file(0), entry["value"])
+        return source.value(entry["value"], rank_file(0))
     if entry["kind"] == "own":
         raise CheckpointError(
             f"optimizer state {name!r} has a form of its own on each rank, and no unsharded value",

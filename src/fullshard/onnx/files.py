@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import os
 import threading
 import warnings
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed import is_initialized
 
 from fullshard import api
+from fullshard.checkpoint.format.budget import read_json
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.tools.paths import identify_one
 from fullshard.comm.control import ControlGroup, control_group, end_groups
@@ -208,12 +208,12 @@ def _class(transformers: Any, name: str) -> Any:
 def _config(folder: Path) -> dict[str, Any]:
     remedy = "Save a Hugging Face model, or export the live model with fullshard.onnx.files.export."
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = read_json(folder / "config.json")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{str(folder)!r} has no config.json, which describes the model", remedy
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"config.json of {str(folder)!r} cannot be read: {error}", remedy) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json of {str(folder)!r} describes no model", remedy)

@@ -8,11 +8,7 @@ it.
 
 from __future__ import annotations
 
-import collections
-import io
-import struct
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,16 +18,24 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from fullshard.checkpoint.dcp.format import DTYPES, Chunk, Place, Unpickler, counts, refused
+from fullshard.checkpoint.dcp.format import Chunk, Place
 from fullshard.checkpoint.format import headers
-from fullshard.checkpoint.format.headers import is_count
+from fullshard.checkpoint.format.budget import PICKLE_FACTOR, Budget
+from fullshard.checkpoint.format.pickles import NotAllowed, refused
+from fullshard.checkpoint.format.torch_archives import (
+    Archive,
+    Extent,
+    NotPlain,
+    allows_tensor,
+    described,
+    read_plain,
+)
 from fullshard.checkpoint.loading.reading import CHUNK_BYTES, DAMAGED, Blocks
 from fullshard.comm.groups import as_bytes
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-_MAX_PICKLE_BYTES = 2**16  # of one tensor's description, which has about 200
+__all__ = ["ItemFiles", "NotPlain", "Strided", "read_value"]
 _PAGE_BYTES = 4096  # smallest read; an archive's directory is much smaller
-_END_BYTES = 22  # of an archive's last record
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class ItemFiles(Blocks):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, None, _PAGE_BYTES)
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        # Of everything that fs.load returns: many names may refer to the same bytes.
+        self.values = Budget(f"the folder {str(folder)!r}", size, PICKLE_FACTOR)
         self._located: dict[tuple[Place, str], Strided] = {}
         self._headers: dict[tuple[str, int], headers.Header] = {}
         self._needed: dict[tuple[Place, str], tuple[Chunk, torch.dtype]] = {}
@@ -102,11 +109,6 @@ class ItemFiles(Blocks):
         self.read_into(where.file, begin_byte, begin_byte + span * itemsize, as_bytes(values).numpy())
         out.copy_(values.as_strided(tuple(sizes), where.strides))
 
-    def item(self, name: str, place: Place) -> bytes:
-        """The bytes of an item that is not a tensor."""
-        check_place(self, name, place)
-        return self.bytes(place.file, place.begin, place.begin + place.length)
-
     def _check_numbers(self, chunk: Chunk, where: Strided) -> None:
         if where.crc is None:
             return
@@ -135,61 +137,18 @@ class ItemFiles(Blocks):
         return Strided(file, begin + begins[chunk.name], tensor.size_bytes, dtype, 0, strides, None)
 
 
-class View(io.RawIOBase):
-    """An item's bytes as a file object."""
-
-    def __init__(self, blocks: Blocks, place: Place) -> None:
-        super().__init__()
-        self._blocks, self._place, self._at = blocks, place, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._place.length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._place.length - self._at))
-        begin = self._place.begin + self._at
-        self._blocks.read_into(
-            self._place.file, begin, begin + count, np.frombuffer(buffer, np.uint8)[:count]
-        )
-        self._at += count
-        return count
-
-
-class NotPlain(Exception):
-    """A value that cannot be read without running code."""
-
-
 def read_value(files: ItemFiles, name: str, place: Place) -> Any:
     """The value of an item that is not a tensor: numbers, strings, lists, dicts. Nothing that runs code."""
-    data = io.BytesIO(files.item(name, place))
-    try:
-        _check_end(data.getvalue()[-_END_BYTES:])
-        with zipfile.ZipFile(data) as archive:
-            records = archive.infolist()
-            if any(info.compress_type != zipfile.ZIP_STORED for info in records):
-                raise ValueError("it is compressed, which torch.save does not do")
-            has_checksums = any(info.CRC for info in records)  # all zero if torch was set to write none
-            bad = archive.testzip() if has_checksums else None
-    except Exception as error:  # noqa: BLE001  a damaged archive raises anything
-        why = f"not an archive that can be read ({type(error).__name__}: {str(error)[:200]})"
-        raise damaged(files, name, place, why) from None
-    if bad is not None:
-        raise damaged(files, name, place, "its checksum differs")
-    data.seek(0)
-    try:
-        return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  torch raises several kinds
-        raise NotPlain(str(error).splitlines()[0][:200]) from None
+    check_place(files, name, place)
+    return read_plain(_extent(files, place), files.values, lambda why: damaged(files, name, place, why))
+
+
+def _extent(blocks: Blocks, place: Place) -> Extent:
+    def read_at(begin: int, end: int) -> bytes:
+        return blocks.bytes(place.file, place.begin + begin, place.begin + end)
+
+    name = f"an item at byte {place.begin} of {blocks.name(place.file)}"
+    return Extent(name, place.length, read_at)
 
 
 def check_place(blocks: Blocks, name: str, place: Place) -> None:
@@ -229,125 +188,16 @@ def read_strided(blocks: Blocks, chunk: Chunk, dtype: torch.dtype) -> Strided:
     return where
 
 
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    dtype: torch.dtype | None  # None: given by the tensor
-    count: int
-
-
-@dataclass(frozen=True)
-class _Described:
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _rebuild(
-    storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any
-) -> _Described:
-    """Replaces torch's _rebuild_tensor_v2, and _v3, which also has a dtype and metadata."""
-    dtype = storage.dtype
-    if dtype is None:
-        dtype, *more = more  # type: ignore[assignment]
-    if any(more) or not isinstance(dtype, torch.dtype) or not is_count(offset):
-        raise ValueError("a tensor that is not plain")
-    tensor = _Described(storage, dtype, offset, counts(sizes), counts(strides))
-    if len(tensor.sizes) != len(tensor.strides):
-        raise ValueError("a tensor with more strides than sizes")
-    return tensor
-
-
-def _rebuild_parameter(data: _Described, _grad: Any, _hooks: Any) -> _Described:
-    return data
-
-
-_BUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-}
-_STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}  # fmt: skip
-
-
-class _TensorReader(Unpickler):
-    """Reads the description of a tensor without building it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return None
-        builder = _BUILDERS.get((module, name))
-        if builder is None:
-            raise refused("a tensor's archive", f"{module}.{name}")
-        return builder
-
-    def persistent_load(self, description: Any) -> Any:
-        kind, dtype, key, _, count = description
-        if kind != "storage" or not isinstance(key, str) or not is_count(count):
-            raise ValueError("a storage without a valid description")
-        return _Storage(key, dtype, count)
-
-
-def _check_end(tail: bytes) -> None:
-    """Raise unless the archive ends with its end record; Python's reader would search further up."""
-    if tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":
-        raise ValueError("it does not end like an archive")
-
-
 def _read_archive(blocks: Blocks, place: Place) -> tuple[Strided, tuple[int, ...]]:
-    end = place.begin + place.length
-    _check_end(blocks.bytes(place.file, max(place.begin, end - _END_BYTES), end))
-    with zipfile.ZipFile(View(blocks, place)) as archive:
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        pickled = records["data.pkl"]
-        if pickled.file_size > _MAX_PICKLE_BYTES or pickled.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its description is too long")
-        has_checksums = pickled.CRC != 0  # zeros after torch.serialization.set_crc32_options(False)
-        data = _record(blocks, place, pickled, has_checksums)
-        tensor = _TensorReader(io.BytesIO(data)).load()
-        if not isinstance(tensor, _Described):
-            raise ValueError(f"it holds a {type(tensor).__name__}")
-        if (
-            "byteorder" in records
-            and _record(blocks, place, records["byteorder"], has_checksums) != b"little"
-        ):
-            raise ValueError("its numbers are big-endian")
-        numbers = records[f"data/{tensor.storage.key}"]
-    width = 1 if tensor.storage.dtype is None else tensor.dtype.itemsize
-    if numbers.compress_type != zipfile.ZIP_STORED or numbers.file_size != tensor.storage.count * width:
-        raise ValueError(f"its storage has {numbers.file_size} bytes, for {tensor.storage.count} elements")
-    begin = _begin(blocks, place, numbers)
-    crc = numbers.CRC if has_checksums else None
-    where = Strided(place.file, begin, numbers.file_size, tensor.dtype, tensor.offset, tensor.strides, crc)
+    extent = _extent(blocks, place)
+    try:
+        archive = Archive(extent, Budget(extent.name, 0, 0), allows_tensor)
+    except NotAllowed as error:
+        raise refused("a tensor's archive", str(error)) from None
+    tensor = described(archive.root)
+    numbers = archive.numbers(tensor)
+    begin = place.begin + numbers.begin
+    where = Strided(
+        place.file, begin, numbers.size_bytes, tensor.dtype, tensor.offset, tensor.strides, numbers.crc
+    )
     return where, tensor.sizes
-
-
-def _record(blocks: Blocks, place: Place, info: zipfile.ZipInfo, check: bool) -> bytes:
-    begin = _begin(blocks, place, info)
-    data = blocks.bytes(place.file, begin, begin + info.file_size)
-    if check and crc32(data) != info.CRC:
-        raise ValueError(f"the checksum of {info.filename!r} differs")
-    return data
-
-
-def _begin(blocks: Blocks, place: Place, info: zipfile.ZipInfo) -> int:
-    """The first byte of a record, after its local header, which has its own name and padding."""
-    header = place.begin + info.header_offset
-    signature, name, padding = struct.unpack("<4s22xHH", blocks.bytes(place.file, header, header + 30))
-    begin = header + 30 + int(name) + int(padding)
-    if signature != b"PK\3\4" or begin + info.file_size > place.begin + place.length:
-        raise ValueError(f"{info.filename!r} is not where it should be")
-    return begin

@@ -202,6 +202,7 @@ class SavedOptimizer:
     def _value(self, name: str) -> Any:
         stored = self._index.tensors.get(name)
         if stored is not None:  # a learning rate may be a tensor
+            self._files.values.charge(stored.tensor.size_bytes)
             self._source.want(stored, 0, stored.tensor.num_elements)
             return self._source.read_tensor(stored)
         try:

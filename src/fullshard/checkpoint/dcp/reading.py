@@ -152,6 +152,7 @@ class Tiles(Foreign):
             return read_value(self._files, name, self._index.values[name])
         if stored.tensor.size_bytes > _RETURNED_BYTES and not any_size:
             raise NotPlain(name)
+        self._files.values.charge(stored.tensor.size_bytes)
         self.want(stored, 0, stored.tensor.num_elements)
         return self.read_tensor(stored)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.dcp.folders import Leaf, check_replaceable, finish, write
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
-from fullshard.checkpoint.format.values import decode
+from fullshard.checkpoint.format.torch_archives import read_bytes
 from fullshard.checkpoint.loading.opening import Checkpoint
 from fullshard.checkpoint.loading.reading import CHUNK_BYTES, Stored
 from fullshard.checkpoint.parameters import (
@@ -142,8 +143,7 @@ def _checked_extra(extra: Any) -> Mapping[str, Any]:
         file = io.BytesIO()
         try:
             torch.save(value, file)
-            file.seek(0)
-            torch.load(file, map_location="cpu", weights_only=True)
+            read_bytes(f"extra[{name!r}]", file.getvalue())
         except Exception as error:  # noqa: BLE001  whatever it is, it could not be loaded again
             reason = str(error).splitlines()[0][:200]
             raise CheckpointError(
@@ -204,8 +204,8 @@ def _state_value(site: Site, key: str, value: Any) -> Any:
 def _stored_tree(checkpoint: Checkpoint) -> dict[str, Any]:
     """The same for a checkpoint: tensors are read when they are written."""
     manifest = checkpoint.manifest
-    decode_first = _Decoder(checkpoint, rank_file(0))
-    decode_shared = _Decoder(checkpoint, SHARED_FILE)
+    decode_first = partial(checkpoint.value, file=rank_file(0))
+    decode_shared = partial(checkpoint.value, file=SHARED_FILE)
     state: dict[str, Any] = {name: _stored_leaf(checkpoint, s) for name, s in checkpoint.model.items()}
     for name, value in manifest.modules.items():
         state[f"{name}._extra_state".lstrip(".")] = decode_shared(value)
@@ -225,7 +225,9 @@ def _stored_tree(checkpoint: Checkpoint) -> dict[str, Any]:
     return tree
 
 
-def _stored_state(checkpoint: Checkpoint, name: str, entry: dict[str, Any], decoded: _Decoder) -> Any:
+def _stored_state(
+    checkpoint: Checkpoint, name: str, entry: dict[str, Any], decoded: Callable[[Any], Any]
+) -> Any:
     if entry.get("kind") == "value":
         return decoded(entry["value"])
     if name not in checkpoint.optimizer:
@@ -235,16 +237,6 @@ def _stored_state(checkpoint: Checkpoint, name: str, entry: dict[str, Any], deco
             "Export the model alone.",
         )
     return _stored_leaf(checkpoint, checkpoint.optimizer[name])
-
-
-class _Decoder:
-    """Decodes values of a checkpoint's manifest whose large tensors are in one file."""
-
-    def __init__(self, checkpoint: Checkpoint, file: str) -> None:
-        self._checkpoint, self._stored = checkpoint, checkpoint.values(file)
-
-    def __call__(self, tree: Any) -> Any:
-        return decode(tree, lambda name: self._checkpoint.read_tensor(self._stored[name]))
 
 
 def _stored_leaf(checkpoint: Checkpoint, stored: Stored) -> Leaf:

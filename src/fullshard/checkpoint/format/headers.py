@@ -4,14 +4,14 @@
     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     the rest  the tensors' bytes, row-major, without gaps
 
-Every number of a header is checked before it is used, and no memory is allocated by its values alone.
+Every number of a header is checked before it is used, and no memory is allocated by its values alone
+(`format.budget`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.checkpoint.format.budget import parse_json
 from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
@@ -168,22 +169,3 @@ def _check_spans(file: str, spans: Iterable[tuple[int, int, str]], data_bytes: i
 
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**60
-
-
-def parse_json(file: str, data: bytes) -> Any:
-    """Strict JSON: no duplicate names, no NaN, and no nesting that overflows the parser."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(pairs)
-        if len(unique) != len(pairs):
-            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise DamagedCheckpoint(f"{file!r} names {twice[:200]!r} twice", _REMEDY)
-        return unique
-
-    def refuse(text: str) -> Any:
-        raise ValueError(f"{text} is not JSON")
-
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # including a number with too many digits
-        raise DamagedCheckpoint(f"{file!r} is not valid JSON: {str(error)[:200]}", _REMEDY) from None

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.checkpoint.format.headers import is_count, parse_json
+from fullshard.checkpoint.format.budget import is_within_budget, parse_json
+from fullshard.checkpoint.format.headers import is_count
 from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
@@ -22,8 +25,14 @@ FORMAT, VERSION = "fullshard checkpoint", 1
 SHARED_FILE = "extra.safetensors"  # large tensors among the values that are equal on every rank
 MAX_BYTES = 512 * 2**20
 _PREFIX = b'{"sha256":"'
+BEGINNING_BYTES = len(_PREFIX)
 _REMEDY = "The checkpoint is damaged; use another one."
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+def is_values_file(name: str) -> bool:
+    """Whether a file holds large tensors among values, rather than the model's or the optimizer's."""
+    return name == SHARED_FILE or name.startswith("rank-")
 
 
 def rank_file(rank: int) -> str:
@@ -36,7 +45,10 @@ class FileRecord:
     """A file's size and the CRC-32 of each of its blocks."""
 
     size_bytes: int
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]  # packed: a checkpoint of 1 TB has a million
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", array("I", self.blocks))
 
 
 @dataclass(frozen=True)
@@ -110,14 +122,25 @@ def to_bytes(manifest: Manifest) -> bytes:
     }
     rest = json.dumps(body, separators=(",", ":"), allow_nan=False)[1:].encode()
     rest = b'",' + rest
-    return _PREFIX + hashlib.sha256(rest).hexdigest().encode() + rest
+    data = _PREFIX + hashlib.sha256(rest).hexdigest().encode() + rest
+    if len(data) > MAX_BYTES or not is_within_budget(data):  # it could never be loaded
+        raise CheckpointError(
+            f"the values to save take {len(data)} bytes of JSON, which is too much to be read back safely",
+            "Save long lists as tensors or arrays.",
+        )
+    return data
+
+
+def check_beginning(data: bytes) -> None:
+    """Raise unless a file begins as a manifest does, before the rest of it is read."""
+    if not data.startswith(_PREFIX):
+        raise DamagedCheckpoint(f"{NAME!r} does not begin as a manifest does", _REMEDY)
 
 
 def from_bytes(data: bytes) -> Manifest:
     rest = data[len(_PREFIX) + 64 :]
     expected = data[len(_PREFIX) : len(_PREFIX) + 64]
-    if not data.startswith(_PREFIX):
-        raise DamagedCheckpoint(f"{NAME!r} does not begin as a manifest does", _REMEDY)
+    check_beginning(data)
     if hashlib.sha256(rest).hexdigest().encode() != expected:
         raise DamagedCheckpoint(f"{NAME!r} does not have the checksum that it carries", _REMEDY)
     return parse(data)
@@ -179,7 +202,10 @@ def _file(name: str, record: Any, block_bytes: int) -> FileRecord:
     count = -(-size // block_bytes)
     if len(crcs) != 8 * count or re.search("[^0-9a-f]", crcs):
         raise ValueError(f"file {name!r} of {size} bytes has checksums of {len(crcs) // 8} blocks")
-    return FileRecord(size, tuple(int(crcs[at : at + 8], 16) for at in range(0, len(crcs), 8)))
+    packed = array("I", bytes.fromhex(crcs))
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return FileRecord(size, packed)
 
 
 def _part(value: Any) -> Part:

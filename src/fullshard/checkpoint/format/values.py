@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fullshard.checkpoint.format.budget import Budget
 from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import is_count
 from fullshard.comm.groups import as_bytes
@@ -28,6 +29,8 @@ from fullshard.errors import CheckpointError, DamagedCheckpoint
 INLINE_BYTES = 16 * 1024
 MAX_INLINE_BYTES = 2**20  # limit of decompressed bytes
 _MAX_DEPTH = 100
+_MAX_RATIO = 8  # of raw to packed bytes
+_NODE_BYTES = 40  # of a value that is decoded, with its place
 _MAX_BITS = 2048  # of an integer in decimal: Python may refuse to parse more than 640 digits
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 Tree = Any
@@ -121,10 +124,10 @@ _SEQUENCES: dict[type, str] = {
 }
 
 
-def decode(tree: Tree, stored: Callable[[str], torch.Tensor]) -> Any:
+def decode(tree: Tree, stored: Callable[[str], torch.Tensor], budget: Budget | None = None) -> Any:
     """The value of a tree; `stored` returns a tensor that was too large to be inline."""
     try:
-        return _decode(tree, stored, 0)
+        return _Decoder(stored, budget or Budget("a value", 0, 0)).value(tree, 0)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  a tree from a file may be anything
@@ -134,75 +137,84 @@ def decode(tree: Tree, stored: Callable[[str], torch.Tensor]) -> Any:
         ) from None
 
 
-def _decode(tree: Tree, stored: Callable[[str], torch.Tensor], depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise ValueError("too deep")
-    if isinstance(tree, list):
-        return [_decode(v, stored, depth + 1) for v in tree]
-    if not isinstance(tree, dict):
-        return tree
-    tag = next(iter(tree), "")
-    if not tag.startswith("$"):
-        return {k: _decode(v, stored, depth + 1) for k, v in tree.items()}
-    (content,) = tree.values()
-    if tag in _MAKERS:
-        return _MAKERS[tag]([_decode(v, stored, depth + 1) for v in content])
-    if tag in ("$dict", "$counter"):
-        pairs = [(_decode(k, stored, depth + 1), _decode(v, stored, depth + 1)) for k, v in content]
-        return dict(pairs) if tag == "$dict" else Counter(dict(pairs))
-    return _decode_leaf(tag, content, stored)
-
-
 _MAKERS: dict[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
-def _decode_leaf(tag: str, content: Any, stored: Callable[[str], torch.Tensor]) -> Any:
-    if tag == "$tensor":
-        return _decode_tensor(content, stored)
-    if tag in ("$array", "$scalar"):
-        array = _decode_array(content, stored)
-        return array if tag == "$array" else array[()]
-    if tag == "$bytes":
-        return bytes(_decode_raw(content, stored))
-    if tag == "$float":
-        return float(content)
-    if tag == "$int":
-        return int(content, 16)
-    if tag == "$dtype":
-        return _DTYPES[content]
-    raise ValueError(f"unknown {tag[:40]}")
+class _Decoder:
+    def __init__(self, stored: Callable[[str], torch.Tensor], budget: Budget) -> None:
+        self._stored, self._budget = stored, budget
 
+    def value(self, tree: Tree, depth: int) -> Any:
+        self._budget.charge(_NODE_BYTES)
+        if depth > _MAX_DEPTH:
+            raise ValueError("too deep")
+        if isinstance(tree, list):
+            return [self.value(v, depth + 1) for v in tree]
+        if not isinstance(tree, dict):
+            return tree
+        tag = next(iter(tree), "")
+        if not tag.startswith("$"):
+            return {k: self.value(v, depth + 1) for k, v in tree.items()}
+        (content,) = tree.values()
+        if tag in _MAKERS:
+            return _MAKERS[tag]([self.value(v, depth + 1) for v in content])
+        if tag in ("$dict", "$counter"):
+            pairs = [(self.value(k, depth + 1), self.value(v, depth + 1)) for k, v in content]
+            return dict(pairs) if tag == "$dict" else Counter(dict(pairs))
+        return self._leaf(tag, content)
 
-def _decode_tensor(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    shape, dtype = _shape(entry), _DTYPES[entry["dtype"]]
-    if "at" in entry:
-        value = stored(entry["at"])
-        if (tuple(value.shape), value.dtype) != (shape, dtype):
-            raise ValueError(f"{entry['at']} has another shape or dtype than in the manifest")
-        return value
-    raw = bytearray(_unpacked(entry["data"]))
-    if len(raw) != prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape}")
-    if not raw:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
+    def _leaf(self, tag: str, content: Any) -> Any:
+        if tag == "$tensor":
+            return self._tensor(content)
+        if tag in ("$array", "$scalar"):
+            array = self._array(content)
+            return array if tag == "$array" else array[()]
+        if tag == "$bytes":
+            return bytes(self._raw(content))
+        if tag == "$float":
+            return float(content)
+        if tag == "$int":
+            return int(content, 16)
+        if tag == "$dtype":
+            return _DTYPES[content]
+        raise ValueError(f"unknown {tag[:40]}")
 
+    def _tensor(self, entry: dict[str, Any]) -> torch.Tensor:
+        shape, dtype = _shape(entry), _DTYPES[entry["dtype"]]
+        if "at" in entry:
+            value = self._stored(entry["at"])
+            if (tuple(value.shape), value.dtype) != (shape, dtype):
+                raise ValueError(f"{entry['at']} has another shape or dtype than in the manifest")
+            return value
+        raw = bytearray(self._unpacked(entry["data"]))
+        if len(raw) != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape}")
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
 
-def _decode_array(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> np.ndarray[Any, Any]:
-    dtype = np.dtype(str(entry["dtype"]))
-    if dtype.kind not in "biufc":
-        raise ValueError(f"an array of {dtype}")
-    array: np.ndarray[Any, Any] = np.frombuffer(_decode_raw(entry, stored), dtype=dtype)
-    return array.reshape(_shape(entry)).copy()
+    def _array(self, entry: dict[str, Any]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(str(entry["dtype"]))
+        if dtype.kind not in "biufc":
+            raise ValueError(f"an array of {dtype}")
+        array: np.ndarray[Any, Any] = np.frombuffer(self._raw(entry), dtype=dtype)
+        return array.reshape(_shape(entry)).copy()
 
+    def _raw(self, entry: dict[str, Any]) -> Any:
+        if "at" not in entry:
+            return self._unpacked(entry["data"])
+        value = self._stored(entry["at"])
+        if value.dtype != torch.uint8 or value.dim() != 1:
+            raise ValueError(f"{entry['at']} is not a flat tensor of bytes")
+        return value.numpy().data
 
-def _decode_raw(entry: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> Any:
-    if "at" not in entry:
-        return _unpacked(entry["data"])
-    value = stored(entry["at"])
-    if value.dtype != torch.uint8 or value.dim() != 1:
-        raise ValueError(f"{entry['at']} is not a flat tensor of bytes")
-    return value.numpy().data
+    def _unpacked(self, text: str) -> bytes:
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(base64.b64decode(text, validate=True), MAX_INLINE_BYTES)
+        self._budget.charge(len(data))
+        if not inflate.eof or inflate.unused_data:
+            raise ValueError("packed bytes do not end where they should")
+        return data
 
 
 def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
@@ -213,15 +225,10 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _packed(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 1)).decode()
-
-
-def _unpacked(text: str) -> bytes:
-    inflate = zlib.decompressobj()
-    data = inflate.decompress(base64.b64decode(text, validate=True), MAX_INLINE_BYTES)
-    if not inflate.eof or inflate.unused_data:
-        raise ValueError("packed bytes do not end where they should")
-    return data
+    packed = zlib.compress(data, 1)
+    if len(data) > _MAX_RATIO * len(packed):
+        packed = zlib.compress(data, 0)  # zeros, say: what is read is bounded by a multiple of what is stored
+    return base64.b64encode(packed).decode()
 
 
 def _refused(path: str, value: Any, why: str) -> CheckpointError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import json
 import re
 import sys
 from collections import defaultdict
@@ -23,7 +22,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.files import unreadable
-from fullshard.checkpoint.format.headers import MAX_HEADER_BYTES, natural_order, parse_json
+from fullshard.checkpoint.format.budget import read_json
+from fullshard.checkpoint.format.headers import natural_order
 from fullshard.checkpoint.format.manifest import NAME, check_file_name
 from fullshard.checkpoint.hugging_face.conversions import Rows
 from fullshard.checkpoint.loading.reading import Blocks, Foreign, Stored, add_unique, tensors_and_needs
@@ -123,9 +123,7 @@ def _pickled(path: Path) -> CheckpointError:
 
 
 def _indexed(index: Path) -> dict[str, set[str]]:
-    if index.stat().st_size > MAX_HEADER_BYTES:
-        raise DamagedCheckpoint(f"{str(index)!r} is too large for an index", _AGAIN)
-    content = parse_json(str(index), index.read_bytes())
+    content = read_json(index)
     where = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
         raise DamagedCheckpoint(f"{str(index)!r} has no weight_map", _AGAIN)
@@ -153,8 +151,8 @@ class Pretrained(Foreign):
     def _refuse_quantized(self, inner: Any) -> None:
         """Quantized codes have the names of weights, and would be loaded as weights."""
         config: Any = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # a single file has no config
-            config = json.loads((self.folder / "config.json").read_bytes())
+        with contextlib.suppress(OSError, DamagedCheckpoint):  # a single file has no config
+            config = read_json(self.folder / "config.json")
         method = config.get("quantization_config") if isinstance(config, dict) else None
         if method and getattr(inner, "hf_quantizer", None) is None:
             raise CheckpointError(

@@ -5,22 +5,52 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.format.budget import Budget
 from fullshard.checkpoint.format.headers import Tensor
-from fullshard.checkpoint.format.manifest import Count, Manifest, Part
+from fullshard.checkpoint.format.manifest import NAME, Count, Manifest, Part, is_values_file
+from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.loading.reading import DAMAGED, Blocks, Source, Span, Stored, add_unique, tensors_in
 from fullshard.errors import CheckpointError, DamagedCheckpoint
+
+_VALUES_FACTOR = 16  # fs.save packs by less
+_VALUES_BYTES = 128 * 2**20  # earlier versions packed zeros by more
 
 
 class Checkpoint(Source):
     """A checkpoint of fullshard: it has a manifest, so every byte of it can be checked."""
 
-    manifest: Manifest
+    def __init__(self, folder: Path, manifest: Manifest, manifest_bytes: int) -> None:
+        super().__init__(folder, Blocks(folder, manifest.files, manifest.block_bytes))
+        self.manifest = manifest
+        self._values: dict[str, dict[str, Stored]] = {}
+        held = sum(record.size_bytes for name, record in manifest.files.items() if is_values_file(name))
+        # Values are packed, and several may refer to the same bytes.
+        self._budget = Budget(
+            f"the values of {str(folder)!r}", manifest_bytes + held, _VALUES_FACTOR, _VALUES_BYTES
+        )
 
     def values(self, file: str) -> dict[str, Stored]:
         """The large tensors among values, by the path of the value."""
-        return tensors_in(self.blocks, file) if file in self.manifest.files else {}
+        if file not in self._values:
+            self._values[file] = tensors_in(self.blocks, file) if file in self.manifest.files else {}
+        return self._values[file]
+
+    def value(self, tree: Any, file: str) -> Any:
+        """The value of a tree of the manifest, whose large tensors are in `file`."""
+
+        def stored(name: str) -> torch.Tensor:
+            if name not in self.values(file):
+                raise DamagedCheckpoint(f"{file!r} does not hold {name[:200]!r}", DAMAGED)
+            tensor = self.values(file)[name]
+            self._budget.charge(tensor.tensor.size_bytes)
+            return self.read_tensor(tensor)
+
+        return decode(tree, stored, self._budget)
 
 
 def open_checkpoint(path: Path, optimizer: bool = True) -> Checkpoint:
@@ -32,8 +62,7 @@ def open_checkpoint(path: Path, optimizer: bool = True) -> Checkpoint:
     if not commit.is_checkpoint(folder):
         raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no manifest", _hint(path))
     manifest = commit.read_manifest(folder)
-    source = Checkpoint(folder, Blocks(folder, manifest.files, manifest.block_bytes))
-    source.manifest = manifest
+    source = Checkpoint(folder, manifest, (folder / NAME).stat().st_size)
     try:
         _find_tensors(source, manifest, ("model", "optimizer") if optimizer else ("model",))
         skipped = [] if optimizer else manifest.files_of("optimizer")

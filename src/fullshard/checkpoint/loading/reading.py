@@ -140,9 +140,9 @@ class Blocks:
             at = stop
 
     def bytes(self, file: str, begin: int, end: int) -> bytes:
-        out = np.empty(end - begin, np.uint8)
         if self.size(file) < end:
             raise DamagedCheckpoint(f"{self.name(file)} ends before byte {end}", _REMEDY)
+        out = np.empty(end - begin, np.uint8)
         self.read_into(file, begin, end, out)
         return out.tobytes()
 

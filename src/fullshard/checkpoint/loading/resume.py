@@ -10,10 +10,9 @@ from torch import nn
 
 from fullshard.checkpoint import random_state
 from fullshard.checkpoint.format.manifest import NAME, SHARED_FILE, rank_file
-from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.loading.opening import Checkpoint
 from fullshard.checkpoint.loading.planning import LoadPlan, listed
-from fullshard.checkpoint.loading.reading import DAMAGED, Stored
+from fullshard.checkpoint.loading.reading import DAMAGED
 from fullshard.checkpoint.parameters import buffers, modules_with_state, sites
 from fullshard.comm.control import ControlGroup
 from fullshard.engine.runtime import Runtime
@@ -39,7 +38,6 @@ class Resume:
         self.same_ranks = len(self.manifest.ranks) == control.ranks
         self._own: Mapping[str, Any] = self.manifest.ranks[control.index] if self.same_ranks else {}
         self.own_file = rank_file(control.index)
-        self._large: dict[tuple[str, str], Stored] = {}
         self._replicated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._modules: list[tuple[nn.Module, Any]] = []
         self._random: Any = None
@@ -49,8 +47,7 @@ class Resume:
     def plan(self, work: LoadPlan) -> None:
         """Announce which of the values' tensors will be read."""
         for file in {SHARED_FILE, self.own_file, FIRST_FILE}:
-            for name, stored in self.source.values(file).items():
-                self._large[file, name] = stored
+            for stored in self.source.values(file).values():
                 self.source.want(stored, 0, stored.tensor.num_elements)
         if self.same_ranks:
             return
@@ -65,13 +62,7 @@ class Resume:
 
     def decode(self, tree: Any, file: str) -> Any:
         """The value of a tree whose large tensors are in `file`."""
-
-        def stored(name: str) -> torch.Tensor:
-            if (file, name) not in self._large:
-                raise DamagedCheckpoint(f"{file!r} does not hold {name!r}", DAMAGED)
-            return self.source.read_tensor(self._large[file, name])
-
-        return decode(tree, stored)
+        return self.source.value(tree, file)
 
     def own_state(self, name: str, interval: list[int]) -> tuple[Any, str] | None:
         """The tree of optimizer state that each rank saved for itself, for these elements, and its file.

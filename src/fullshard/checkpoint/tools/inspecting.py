@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.format import manifest
-from fullshard.checkpoint.format.headers import parse_json
+from fullshard.checkpoint.format.budget import read_json
 from fullshard.checkpoint.format.manifest import Count, Manifest
 from fullshard.checkpoint.loading.opening import open_checkpoint
 from fullshard.checkpoint.loading.planning import listed
@@ -303,8 +303,8 @@ def _foreign(subject: paths.Subject, tensors: bool) -> Report:
 
 def _architectures(folder: Path) -> list[str]:
     path = folder / "config.json"
-    if not path.is_file() or path.stat().st_size > 2**20:
+    if not path.is_file():
         return []
-    config = parse_json(str(path), path.read_bytes())
+    config = read_json(path)
     names = config.get("architectures") if isinstance(config, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
