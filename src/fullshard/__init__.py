@@ -13,8 +13,8 @@ from fullshard.version import VERSION as __version__
 # not wait for it. Type checkers and editors read the first branch.
 if TYPE_CHECKING:
     from fullshard.api import accumulate, even_batches, full, inference, plan, shard
-    from fullshard.checkpoint.commit import latest
     from fullshard.checkpoint.load import load
+    from fullshard.checkpoint.newest import latest
     from fullshard.checkpoint.save import save
     from fullshard.data import Batches
     from fullshard.errors import FullshardError
@@ -32,7 +32,7 @@ else:
             "even_batches": "fullshard.api",
             "full": "fullshard.api",
             "inference": "fullshard.api",
-            "latest": "fullshard.checkpoint.commit",
+            "latest": "fullshard.checkpoint.newest",
             "load": "fullshard.checkpoint.load",
             "plan": "fullshard.api",
             "save": "fullshard.checkpoint.save",

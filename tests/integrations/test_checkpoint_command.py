@@ -631,8 +631,8 @@ def test_exported_model_is_loaded_by_ranks_and_is_nobodys_old_checkpoint(made: M
     for found in ranks.run(_load_export, 2, str(root / "final"), str(root), init=True):
         for name, value in found.items():
             assert reference.bitwise(value, made.values[name]), name
-    # keep_last=1 has removed step-1; what was exported stays.
-    assert sorted(path.name for path in root.iterdir()) == ["final", "step-9"]
+    # keep_last=1 has removed nothing: step-1 is another run's, and what was exported is nobody's.
+    assert sorted(path.name for path in root.iterdir()) == ["final", "step-1", "step-9"]
     assert fs.latest(root) == root / "step-9"
     _, said = _json("inspect", root)
     assert [one["name"] for one in said["checkpoints"] if one["newest"]] == ["step-9"]

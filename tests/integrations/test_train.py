@@ -208,16 +208,33 @@ def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ra
         assert any("saved on 2 ranks" in note for note in notes) == (not exact), "dropout would be other"
 
 
-def test_damaged_checkpoint_ends_a_run_with_the_folder_to_move_away(gpt_run: Path) -> None:
+def test_damaged_checkpoint_is_passed_over_and_named_by_a_run_that_resumes(gpt_run: Path) -> None:
     hurt = gpt_run / "hurt"
     shutil.copytree(gpt_run / "run", hurt)
-    file = hurt / "checkpoints" / f"step-{STEPS:06}" / "model.safetensors"
+    damaged = sorted((hurt / "checkpoints").iterdir())
+    assert len(damaged) > 1
+    _damage(damaged[-1])
+    ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
+    notes = json.loads((hurt / "summary.json").read_text())["notes"]
+    assert any(str(damaged[-1]) in note and "passed over" in note for note in notes), notes
+    assert_close(runs.losses(hurt), runs.losses(gpt_run / "run"))
+
+
+def test_run_without_a_checkpoint_that_is_right_does_not_begin_from_scratch(gpt_run: Path) -> None:
+    hurt = gpt_run / "hurt-all"
+    shutil.copytree(gpt_run / "run", hurt)
+    for folder in (hurt / "checkpoints").iterdir():
+        _damage(folder)
+    error, _ = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
+    assert "their checksum differs" in error
+    assert "move them elsewhere" in error
+
+
+def _damage(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-9] ^= 255
     file.write_bytes(data)
-    error, _ = ranks.run(_refused, 2, str(gpt_run / "config.yaml"), [f"output={hurt}"], timeout_s=120)
-    assert "their checksum differs" in error
-    assert f"move '{file.parent}' elsewhere" in error
 
 
 def test_dropped_out_values_go_on_where_they_were(gpt_run: Path) -> None:

@@ -17,17 +17,25 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from fullshard.checkpoint import files
+from fullshard.checkpoint import files, ownership
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree, unreadable
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.keywords import checked_keywords
 
+_WITHOUT_VALUES: dict[str, Any] = {
+    "files": {},
+    "modules": {},
+    "optimizer_state": None,
+    "extra": {},
+    "ranks": (),
+}
 _log = logging.getLogger("fullshard")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|retired)-(?P<token>[0-9a-f]{16})")
 
@@ -68,11 +76,20 @@ def begin(target: Path, check: Callable[[Path], None] | None = None, clean: bool
 
 
 def _check_replaceable(target: Path) -> None:
-    if not is_checkpoint(target) and not is_free(target):
+    if is_checkpoint(target):
+        ownership.refuse_held(target, _layout_of(target))
+    elif not is_free(target):
         raise CheckpointError(
             f"{str(target)!r} exists and is not a checkpoint of fullshard; it was left as it is",
             "Save to another folder, or remove this one yourself.",
         )
+
+
+def _layout_of(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_manifest(folder).layout
+    except CheckpointError:
+        return {}
 
 
 def is_free(target: Path) -> bool:
@@ -86,7 +103,10 @@ def is_free(target: Path) -> bool:
 
 
 def commit(staging: Staging) -> None:
-    """Rename the folder to its final path; all files, the manifest last, are on disk."""
+    """Rename the folder to its final path; all files, the manifest last, are on disk.
+
+    The caller releases the lock, or holds it on: see `ownership`.
+    """
     disk, target, folder = files.disk, staging.target, staging.folder
     old: Path | None = None
     disk.sync_folder(folder)
@@ -106,9 +126,9 @@ def commit(staging: Staging) -> None:
     staging.named = True
     disk.sync_folder(target.parent)
     if old is not None:
+        with contextlib.suppress(OSError):
+            ownership.let_go(old)
         _remove(old)
-    if staging.lock is not None:
-        staging.lock.release()
 
 
 def abandon(staging: Staging) -> None:
@@ -116,6 +136,10 @@ def abandon(staging: Staging) -> None:
     if not staging.named:
         with contextlib.suppress(OSError):
             remove_tree(files.disk, staging.folder, manifest.NAME)
+    release(staging)
+
+
+def release(staging: Staging) -> None:
     if staging.lock is not None:
         staging.lock.release()
 
@@ -145,12 +169,19 @@ def _just_made(folder: Path) -> bool:
 
 
 def retire_older(target: Path, keep_last: int) -> None:
-    """Keep the newest `keep_last` checkpoints in the parent of `target`, including it; remove the others."""
-    newest_first = sorted(_checkpoints(target.parent), key=lambda item: item[0], reverse=True)
+    """Keep the newest `keep_last` of this run's checkpoints in the parent of `target`; remove its others."""
     # One under a hidden name only may be another save's, about to be renamed. Links are not followed.
-    others = [f for _, f in newest_first if f != target and is_checkpoint(f) and not f.is_symlink()]
+    others = [
+        folder
+        for folder, saved in newest_first(target.parent)
+        if folder != target
+        and is_checkpoint(folder)
+        and not folder.is_symlink()
+        and ownership.owns(folder, saved.id)
+    ]
     for folder in others[keep_last - 1 :]:
         hidden = folder.parent / f".{folder.name}.retired-{secrets.token_hex(8)}"
+        ownership.let_go(folder)
         lock = FolderLock.take(folder)  # otherwise another run's save could rename it back
         try:
             files.disk.rename(folder, hidden)
@@ -203,15 +234,18 @@ def _saved_at(folder: Path) -> int | None:
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder, or None. No communication between ranks."""
     folder = Path(root)
-    if not folder.is_dir():
-        return None
-    return max(_checkpoints(folder), default=(0, None), key=lambda item: item[0])[1]
+    return next((path for path, _ in newest_first(folder)), None) if folder.is_dir() else None
+
+
+def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints of a folder. Damaged manifests are skipped, with a warning."""
+    return sorted(_checkpoints(parent), key=lambda item: item[1].saved_at_ns, reverse=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / manifest.NAME
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > manifest.MAX_BYTES:
                 raise DamagedCheckpoint(
@@ -224,8 +258,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise unreadable(repr(str(path)), error) from error
 
 
-def _checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints of a folder, under their final names, with the time of their save."""
+def _checkpoints(parent: Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints of a folder, under their final names, without what their values are."""
     names = {entry.name for entry in parent.iterdir() if not entry.name.startswith(".")}
     names |= {name for _, name, _ in hidden_folders(parent)}
     complete = []
@@ -234,9 +268,11 @@ def _checkpoints(parent: Path) -> list[tuple[int, Path]]:
         if not is_checkpoint(folder):
             continue
         try:
+            if folder.is_symlink():
+                files.refuse_outside(folder, Path(os.path.realpath(folder)), parent)
             saved = read_manifest(folder)
             if "exported_from" not in saved.layout:  # an exported model: not to resume from, nor to remove
-                complete.append((saved.saved_at_ns, parent / name))
+                complete.append((parent / name, replace(saved, **_WITHOUT_VALUES)))
         except CheckpointError as error:
             if is_checkpoint(folder):  # otherwise it was just renamed or removed
                 warnings.warn(f"{str(folder)!r} is skipped: {error.what}", stacklevel=3)

@@ -10,6 +10,10 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
+from contextvars import ContextVar
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,64 @@ def failed(what: str, error: OSError) -> CheckpointError:
 def _caused_by(cause: OSError, error: CheckpointError) -> CheckpointError:
     error.__cause__ = cause
     return error
+
+
+# ---- reading
+
+
+_follows_links: ContextVar[bool] = ContextVar("follows_links", default=False)
+
+
+@contextlib.contextmanager
+def following_links(allowed: bool) -> Iterator[None]:
+    """Inside, links may lead out of the folders that are read, if allowed."""
+    token = _follows_links.set(allowed)
+    try:
+        yield
+    finally:
+        _follows_links.reset(token)
+
+
+def open_to_read(path: Path, is_named: bool = False) -> int:
+    """A descriptor of a file in a checkpoint's folder. A link that leads out of the folder is refused.
+
+    `is_named`: the user gave the path of this file, and so asked for it.
+    """
+    target = path
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
+        if not is_named:
+            refuse_outside(path, target, path.parent)
+    # Not blocking: a pipe would wait for a writer forever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(target, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(None, "it is not a file")
+    return descriptor
+
+
+def opened(path: Path) -> BufferedReader:
+    """The same as a file object."""
+    return open(open_to_read(path), "rb")
+
+
+def refuse_outside(link: Path, target: Path, folder: Path) -> None:
+    """Raise if a link leads out of a folder. Files of a Hugging Face cache lie beside its snapshots."""
+    real = Path(os.path.realpath(folder))
+    inside = [real]
+    if real.parent.name == "snapshots":
+        inside.append(real.parent.parent / "blobs")
+    if _follows_links.get() or any(target.is_relative_to(one) for one in inside):
+        return
+    raise CheckpointError(
+        f"{str(link)!r} is a link that leads out of its folder, to {str(target)!r}",
+        "Copy the file into the folder; or, if you trust the link, pass follow_links=True to fs.load or "
+        "fs.latest, or --follow-links to a command.",
+    )
+
+
+# ---- writing
 
 
 class OpenFile:
@@ -178,6 +240,20 @@ class FolderLock:
             os.close(descriptor)
             return None
         return cls(descriptor)
+
+    @staticmethod
+    def is_held(folder: Path) -> bool:
+        """Whether a process holds the lock; False where the file system has no locks."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
     def release(self) -> None:
         """May be called twice: a save that fails after its commit is abandoned as well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.commit import find, is_checkpoint
+from fullshard.checkpoint.commit import find, is_checkpoint, newest_first
+from fullshard.checkpoint.files import following_links
 from fullshard.checkpoint.hugging_face import folders
 from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
 from fullshard.checkpoint.loading.optimizer_state import OptimizerLoad
 from fullshard.checkpoint.loading.planning import LoadPlan, plan_model
 from fullshard.checkpoint.loading.reading import Foreign
 from fullshard.checkpoint.loading.resume import Resume
+from fullshard.checkpoint.ownership import resumed
 from fullshard.checkpoint.parameters import buffers, sites, tied_names
 from fullshard.checkpoint.save import check_model, check_same_request
 from fullshard.checkpoint.saving.background import finish_earlier
@@ -59,6 +62,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    follow_links: bool = False,
 ) -> Loaded:
     """Load a checkpoint into a sharded model, and its optimizer. Every rank must call it.
 
@@ -72,7 +76,16 @@ def load(
     Returns what was saved as `extra`, a dict. Its `.notes` lists what was left as it was, and why; there is a
     warning with the same text.
     strict: the checkpoint must have every tensor of the model, and no other. False loads what it has.
+    follow_links: read files that are links out of the checkpoint's folder. Otherwise they are refused, except
+        in a Hugging Face cache, where snapshots link to the files beside them.
     """
+    with following_links(follow_links):
+        return _load_from(path, model, optimizer, strict)
+
+
+def _load_from(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, strict: bool
+) -> Loaded:
     model = model_of(model)
     runtime = runtime_of(model)
     runtime.comm.barrier("load")
@@ -145,7 +158,17 @@ def _load(
     apply(control, work)
     _apply_optimizer(state, optimizer)
     control.together(lambda: resume.apply(work, optimizer is not None), "loading")
+    if optimizer is not None:
+        _continue_run(control, source)
     return _with_notes(control, Loaded(resume.extra), work.notes)
+
+
+def _continue_run(control: ControlGroup, source: Checkpoint) -> None:
+    """From now on this is the run that saved the checkpoint: keep_last removes its older ones."""
+    if control.is_first:  # the one that removes
+        with contextlib.suppress(OSError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about damaged ones, which nobody asked for here
+            resumed(source.folder, source.manifest, newest_first(source.folder.parent))
 
 
 def _load_foreign(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.commit import latest
+from fullshard.checkpoint.commit import latest, newest_first
 from fullshard.errors import OptionError
 from fullshard.version import VERSION
 
@@ -102,8 +102,13 @@ class RunFolder:
                 )
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from."""
+        """The newest checkpoint."""
         return latest(self.checkpoints)
+
+    def newest_first(self) -> list[Path]:
+        """The checkpoints to resume from, if they are right."""
+        folder = self.checkpoints
+        return [path for path, _ in newest_first(folder)] if folder.is_dir() else []
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Complete or not at all."""

@@ -26,7 +26,7 @@ from fullshard.checkpoint.save import save
 from fullshard.checkpoint.saving.background import Saving
 from fullshard.data import Batches
 from fullshard.engine.runtime import runtime_of
-from fullshard.errors import CheckpointError, GradientError, Uninitialised
+from fullshard.errors import CheckpointError, DamagedCheckpoint, GradientError, Uninitialised
 from fullshard.training import holdings, models
 from fullshard.training.folder import RunFolder
 from fullshard.training.models import Subject
@@ -121,20 +121,11 @@ class Run:
 
     def begin(self) -> Path | None:
         """Load the newest checkpoint of the run, and return it; or the initial weights, and return None."""
-        newest = self.job.folder.newest()
+        newest, extra = self._resumed()
         if newest is None:
             if self.job.subject.weights is not None:
                 self._load(self.job.subject.weights)
             return None
-        try:
-            extra = self._load(newest, self.optimizer)
-        except CheckpointError as error:
-            if "damaged" not in error.remedy:
-                raise
-            again = "the same command then resumes from an earlier one, or starts again"
-            raise CheckpointError(
-                error.what, f"The checkpoint is damaged; move {str(newest)!r} elsewhere: {again}."
-            ) from error
         if not isinstance(extra.get("step"), int) or "scaler" not in extra:
             raise CheckpointError(
                 f"{str(newest)!r} was not saved by `fullshard train`", "Name another output, or remove it."
@@ -142,6 +133,24 @@ class Run:
         self.done, self.saved = extra["step"], newest
         self._scaler.load_state_dict(extra["scaler"])
         return newest
+
+    def _resumed(self) -> tuple[Path | None, Loaded]:
+        """The newest checkpoint that is right, loaded. A load raises on all ranks before anything changes."""
+        passed_over: list[str] = []
+        for newest in self.job.folder.newest_first():
+            try:
+                extra = self._load(newest, self.optimizer)
+            except DamagedCheckpoint as error:
+                passed_over.append(f"{str(newest)!r} is damaged and was passed over: {error.what}.")
+                continue
+            self.notes += passed_over
+            return newest, extra
+        if passed_over:
+            raise DamagedCheckpoint(
+                f"no checkpoint of the run is right: {' '.join(passed_over)}",
+                "Restore one from a copy; or move them elsewhere, and the same command starts again.",
+            )
+        return None, Loaded()
 
     def _load(self, path: Path, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
         """Notes of the load become lines of the run and of its report, instead of Python warnings."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.files import unreadable
+from fullshard.checkpoint.files import opened, unreadable
 from fullshard.checkpoint.format import pickles
 from fullshard.checkpoint.format.budget import PICKLE_FACTOR, Budget
 from fullshard.checkpoint.format.headers import Tensor, is_count
@@ -73,7 +73,7 @@ class Index:
 def read_index(folder: Path) -> Index:
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             return _read(path, file, size)
     except OSError as error:

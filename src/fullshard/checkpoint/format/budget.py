@@ -8,13 +8,13 @@ files of its size do is refused.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.files import opened
 from fullshard.errors import DamagedCheckpoint
 
 BASE_BYTES = 32 * 2**20  # for files of any size
@@ -57,12 +57,11 @@ def is_within_budget(data: bytes) -> bool:
 
 def read_json(path: Path, most_bytes: int = 64 * 2**20) -> Any:
     """The contents of a small JSON file, in which Python writes NaN; raises OSError or DamagedCheckpoint."""
-    if not path.is_file():  # opening a pipe would block forever
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    size = path.stat().st_size
-    if size > most_bytes:
-        raise DamagedCheckpoint(f"{str(path)!r} has {size} bytes, too many for such a file", _REMEDY)
-    return parse_json(str(path), path.read_bytes(), accepts_nan=True)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise DamagedCheckpoint(f"{str(path)!r} has {size} bytes, too many for such a file", _REMEDY)
+        return parse_json(str(path), file.read(), accepts_nan=True)
 
 
 def parse_json(file: str, data: bytes, accepts_nan: bool = False) -> Any:

@@ -21,6 +21,7 @@ from zlib import crc32
 
 import torch
 
+from fullshard.checkpoint.files import opened
 from fullshard.checkpoint.format import pickles
 from fullshard.checkpoint.format.budget import PICKLE_FACTOR, Budget
 from fullshard.checkpoint.format.headers import is_count
@@ -299,7 +300,7 @@ def read_bytes(name: str, data: bytes) -> Any:
 
 def read_file(path: Path) -> Any:
     """The plain value in a file that torch.save wrote."""
-    with path.open("rb") as file:
+    with opened(path) as file:
 
         def read_at(begin: int, end: int) -> bytes:
             file.seek(begin)
@@ -357,10 +358,10 @@ class _Values:
         path, args = (record.of.module, record.of.name), record.args
         if path in _TENSORS or path == _PARAMETER:
             return self._tensor(record)
+        if path == _ORDERED and not args:
+            return self._ordered_dict(record, depth)
         if record.state is not None and _is_something(record.state):
             raise NotPlain(f"it refers to {record.of}, with a state")
-        if path == _ORDERED and not args:
-            return collections.OrderedDict(self._dict(record.items, depth))
         if record.items:
             raise NotPlain(f"it refers to {record.of}, with items")
         if path == ("collections", "Counter") and len(args) == 1 and isinstance(args[0], Pairs):
@@ -374,6 +375,15 @@ class _Values:
         if path[0] in _BUILTINS:
             return self._builtin(record, depth)
         raise NotPlain(f"it refers to {record.of}")
+
+    def _ordered_dict(self, record: Record, depth: int) -> Any:
+        """With the attributes that torch gives to a state dict: the versions of its modules."""
+        value: Any = collections.OrderedDict(self._dict(record.items, depth))
+        if isinstance(record.state, Pairs):
+            vars(value).update(
+                {name: one for name, one in self._dict(record.state, depth).items() if name == "_metadata"}
+            )
+        return value
 
     def _builtin(self, record: Record, depth: int) -> Any:
         name, args = record.of.name, record.args

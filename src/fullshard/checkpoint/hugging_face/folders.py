@@ -60,6 +60,7 @@ def open_model(path: Path) -> Pretrained:
     except OSError as error:
         raise unreadable(repr(str(path)), error) from error
     source = Pretrained(path, Blocks(folder, None, _BLOCK_BYTES))
+    source.blocks.named = "" if path.is_dir() else path.name
     try:
         for file, expected in files.items():
             if not (folder / file).is_file():

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.checkpoint.files import unreadable
+from fullshard.checkpoint.files import open_to_read, unreadable
 from fullshard.checkpoint.format import headers
 from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import Tensor
@@ -68,6 +68,7 @@ class Blocks:
 
     def __init__(self, folder: Path, records: Mapping[str, FileRecord] | None, block_bytes: int) -> None:
         self.folder, self._records, self.block_bytes = folder, records, block_bytes
+        self.named = ""  # the file that the user gave the path of, if any
         self._open: OrderedDict[str, int] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)  # half-open ranges of blocks
@@ -198,10 +199,7 @@ class Blocks:
             return self._open[file]
         while len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
-        path = self.folder / file
-        if path.exists() and not path.is_file():  # opening a pipe would block forever
-            raise OSError(None, "it is not a file")
-        self._open[file] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[file] = descriptor = open_to_read(self.folder / file, file == self.named)
         return descriptor
 
 

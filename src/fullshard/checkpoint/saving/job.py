@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint import commit, files
+from fullshard.checkpoint import commit, files, ownership
 from fullshard.checkpoint.files import failed
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, join
@@ -143,6 +143,8 @@ class Job:
             files.disk.sync_folder(staging.folder)  # every listed file is on disk before the manifest
             files.disk.write_file(staging.folder / manifest.NAME, manifest.to_bytes(complete))
             commit.commit(staging)
+            ownership.wrote(self._target, token)
+            ownership.hold(self._target, staging.lock, self._keep_last or 1)
             if self._keep_last is not None:
                 commit.retire_older(self._target, self._keep_last)
         except OSError as error:
@@ -161,7 +163,9 @@ class Job:
             id=token,
             saved_at_ns=time.time_ns(),
             software={"fullshard": VERSION, "torch": torch.__version__},
-            layout=self._description.layout | {"files": "parts" if parts else "shared"},
+            layout=self._description.layout
+            | {"files": "parts" if parts else "shared"}
+            | ownership.description(self._target.parent),
             block_bytes=BLOCK_BYTES,
             files=records,
             model=self._counted("model", self._contents.model, written),

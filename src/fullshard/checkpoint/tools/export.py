@@ -131,6 +131,7 @@ def _as_safetensors(source: Checkpoint, target: Path, options: ExportOptions, pr
             files.disk.sync_folder(staging.folder)  # every listed file is on disk before the manifest
             files.disk.write_file(staging.folder / manifest.NAME, manifest.to_bytes(written))
             commit.commit(staging)
+            commit.release(staging)
         except OSError as error:
             raise failed(f"cannot finish {str(target)!r}", error) from error
     except BaseException:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.files import unreadable
+from fullshard.checkpoint.files import open_to_read, opened, unreadable
 from fullshard.checkpoint.format import headers, manifest
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, checksum
 from fullshard.checkpoint.format.manifest import SHARED_FILE, Count, FileRecord, Manifest, rank_file
@@ -49,13 +49,54 @@ class Damage:
 
 
 def verify(path: Path, progress: Progress = quiet) -> Report:
-    """Check everything that can be checked at a path."""
-    subject = paths.identify_one(path)
+    """Check everything that can be checked at a path; in a folder of checkpoints, each of them."""
+    subject = paths.identify(path)
+    if subject.kind == "root":
+        return _verify_root(subject.folder, progress)
     if subject.kind == "unfinished":
         return _verify_unfinished(subject.folder)
     if subject.kind == "checkpoint":
         return _verify_checkpoint(subject.folder, progress)
     return _verify_foreign(subject)
+
+
+def first_problem(folder: Path, index: int = 0, count: int = 1) -> str:
+    """What is wrong with a checkpoint, or ''. If `count` ranks share the work, this one checks a part."""
+    saved = commit.read_manifest(folder)
+    damage, _ = _damaged_files(folder, saved, quiet, (index, count))
+    problems = _structure_problems(folder) if not damage and index == 0 else []
+    return next(iter([*map(str, damage), *problems]), "")
+
+
+# ---- a folder of checkpoints
+
+
+def _verify_root(root: Path, progress: Progress) -> Report:
+    hidden = {folder for folder, _, _ in paths.hidden_folders(root)}
+    texts, entries, damaged = [], [], 0
+    for folder in paths.checkpoints_in(root):
+        if folder in hidden and not paths.has_manifest(folder):  # perhaps it is being written right now
+            texts.append(f"{folder.name}: not finished: a save in progress, or one that was interrupted")
+            entries.append({"path": str(folder), "kind": "unfinished"})
+            continue
+        report = _one_of_many(folder, progress)
+        texts.append(f"{folder.name}: {report.headline}")
+        texts += [f"  {row[-1]}" for field in report.fields for row in field.rows if report.damaged]
+        entries.append(report.data())
+        damaged += report.damaged
+    count = sum(entry["kind"] == "checkpoint" for entry in entries)
+    headline = f"{plural(count, 'checkpoint')}, {f'{damaged} DAMAGED' if damaged else 'all sound'}"
+    fields = Field("kind", "root"), Field("sound", not damaged), Field("checkpoints", entries, lines(texts))
+    return Report(str(root), headline, fields, bool(damaged))
+
+
+def _one_of_many(folder: Path, progress: Progress) -> Report:
+    """One that cannot be read does not keep the others from being checked."""
+    try:
+        return _verify_checkpoint(folder, progress)
+    except CheckpointError as error:
+        fields = Field("kind", "checkpoint"), Field("sound", False), Field("problems", [error.what])
+        return Report(str(folder), f"DAMAGED. {error.what}", fields, True)
 
 
 # ---- a checkpoint of fullshard
@@ -106,11 +147,15 @@ def _unsigned_manifest(folder: Path) -> Manifest:
     with contextlib.suppress(CheckpointError, OSError):
         path = folder / manifest.NAME
         if path.stat().st_size <= manifest.MAX_BYTES:
-            return manifest.parse(path.read_bytes())
+            with opened(path) as file:
+                return manifest.parse(file.read())
     return Manifest("", 0, {}, {}, BLOCK_BYTES, {}, Count(), Count())
 
 
-def _damaged_files(folder: Path, saved: Manifest, progress: Progress) -> tuple[list[Damage], int]:
+def _damaged_files(
+    folder: Path, saved: Manifest, progress: Progress, share: tuple[int, int] = (0, 1)
+) -> tuple[list[Damage], int]:
+    """The damage in every `count`-th chunk, from the `index`-th on, where share = (index, count)."""
     total, done = sum(record.size_bytes for record in saved.files.values()), 0
     damage: list[Damage] = []
     bad_blocks = 0
@@ -119,7 +164,7 @@ def _damaged_files(folder: Path, saved: Manifest, progress: Progress) -> tuple[l
         for name, record in sorted(saved.files.items()):
             bad: dict[int, str] = {}
             try:
-                for begin, end, in_chunk in _checked(pool, folder / name, record, saved.block_bytes):
+                for begin, end, in_chunk in _checked(pool, folder / name, record, saved.block_bytes, share):
                     bad |= in_chunk
                     done += end - begin
                     progress(done, total)
@@ -138,17 +183,16 @@ def _damaged_files(folder: Path, saved: Manifest, progress: Progress) -> tuple[l
 
 
 def _checked(
-    pool: ThreadPoolExecutor, path: Path, record: FileRecord, block_bytes: int
+    pool: ThreadPoolExecutor, path: Path, record: FileRecord, block_bytes: int, share: tuple[int, int]
 ) -> Iterator[tuple[int, int, dict[int, str]]]:
     """For each chunk: its first and last byte, and what is wrong with its damaged blocks."""
-    if path.exists() and not path.is_file():
-        raise OSError(None, "it is not a file")  # opening a pipe would block forever
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_to_read(path)
     try:
         if hasattr(os, "posix_fadvise"):  # read from the disk, not from the cache, where possible
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         size = max(1, CHUNK_BYTES // block_bytes) * block_bytes
         chunks = [(at, min(at + size, record.size_bytes)) for at in range(0, record.size_bytes, size)]
+        chunks = chunks[share[0] :: share[1]]
         check = partial(_bad_blocks, descriptor, record, block_bytes)
         for (begin, end), bad in zip(chunks, pool.map(check, chunks), strict=True):
             yield begin, end, bad
@@ -217,7 +261,7 @@ def _tensors(
     def read_at(begin: int, end: int) -> bytes:
         nonlocal doubtful
         doubtful |= any(block in bad for block in range(begin // block_bytes, -(-end // block_bytes)))
-        with open(path, "rb") as file:
+        with opened(path) as file:
             file.seek(begin)
             return file.read(end - begin)
 

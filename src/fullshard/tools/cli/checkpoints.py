@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _Path = Annotated[
     Path, typer.Argument(metavar="PATH", help="A folder that fs.save or another library wrote.")
 ]
+_Links = Annotated[bool, typer.Option("--follow-links", help="Read links that lead out of a folder.")]
 
 
 def _inspect(
@@ -27,17 +28,21 @@ def _inspect(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor with its dtype and shape.")
     ] = False,
+    follow_links: _Links = False,
     json: AsJson = False,
 ) -> int:
+    from fullshard.checkpoint.files import following_links
     from fullshard.checkpoint.tools.inspecting import inspect
 
-    return print_report(inspect(path, tensors), json)
+    with following_links(follow_links):
+        return print_report(inspect(path, tensors), json)
 
 
-def _verify(path: _Path, json: AsJson = False) -> int:
+def _verify(path: _Path, follow_links: _Links = False, json: AsJson = False) -> int:
+    from fullshard.checkpoint.files import following_links
     from fullshard.checkpoint.tools.verifying import verify
 
-    with progress("checked") as show:
+    with progress("checked") as show, following_links(follow_links):
         report = verify(path, show)
     return print_report(report, json)
 
@@ -60,18 +65,23 @@ def _export(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not compare the ONNX file with torch's logits.")
     ] = False,
+    follow_links: _Links = False,
 ) -> int:
+    from fullshard.checkpoint.files import following_links
+
     if (to is None) == (onnx is None):
         what = "neither --to nor --onnx is given" if to is None else "--to and --onnx are both given"
         raise OptionError(what, "Give --to DIR for a folder of tensors, or --onnx FILE for ONNX.")
     if onnx is not None:
         if dtype or form or file_size:
             raise OptionError("--dtype, --format and --file-size are for --to", "Leave them out with --onnx.")
-        return _export_onnx(path, onnx, not no_check)
+        with following_links(follow_links):
+            return _export_onnx(path, onnx, not no_check)
     if no_check:
         raise OptionError("--no-check is for --onnx", "Leave it out with --to.")
     assert to is not None
-    return _export_tensors(path, to, dtype, form, file_size)
+    with following_links(follow_links):
+        return _export_tensors(path, to, dtype, form, file_size)
 
 
 def _export_onnx(path: Path, file: Path, check: bool) -> int:
@@ -144,6 +154,7 @@ VERIFY = Command(
     """\
 Every byte is compared with the checksums in the manifest. Every damaged place is listed
 with its file, its bytes and the tensors in it. Memory stays small, whatever the size.
+In a folder of checkpoints, such as that of a run, each of them is checked.
 
 fs.load checks what it reads anyway: this command is for a checkpoint that was copied, or
 stored for a long time. A Hugging Face model or a DCP folder has no checksums; for these,
@@ -151,10 +162,11 @@ only the structure is checked.""",
     """\
 examples:
   fullshard verify runs/gpt/step-300
+  fullshard verify runs/gpt                       every checkpoint in it
   fullshard verify runs/gpt/step-300 --json | jq -r '.damage[].tensors[]'
 
 Exit code 0: sound; 1: damaged or not finished; 2: PATH is not a checkpoint, or may not
-be read.""",
+be read. In a folder of checkpoints, one that is being saved does not count as damaged.""",
 )
 EXPORT = Command(
     "export",
