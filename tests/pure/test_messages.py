@@ -116,7 +116,6 @@ def test_a_message_that_is_announced_as_too_large_is_refused_on_every_rank() -> 
 
 # Modules that may name it, with the reason.
 ALLOWED = {
-    "checkpoint/dcp/format.py": "reads torch's .metadata with an unpickler that constructs only its classes",
     "checkpoint/dcp/folders.py": "writes torch's .metadata, which is a pickle; nothing is read",
     "lightning/checkpoints.py": "Lightning's own objects; weights_only is what the caller of Lightning sets",
     "tools/simulation/group.py": "replaces torch's object broadcast by nothing, for a script's own calls",

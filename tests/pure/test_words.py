@@ -42,7 +42,7 @@ REPLACED = {
 
 # (file, word) where the word is not ours to change, with the reason.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("checkpoint/dcp/archives.py", "tell"): "a method that zipfile calls",
+    ("checkpoint/format/torch_archives.py", "tell"): "a method that zipfile calls",
     ("hugging_face/checkpoints.py", "everyone"): "accelerate's wait_for_everyone",
     ("training/report.py", "whole"): "a key of summary.json, which runs have written before",
     ("training/reporter.py", "whole"): "the same key",
