@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashSt
 
 from fullshard import errors
 from fullshard.comm.host_group import HostGroup, first_group, new_group, open_recorder
+from fullshard.comm.step_report import StepReport
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.watchdog import Operation, Watchdog
 from fullshard.environment import launch
@@ -120,9 +121,8 @@ class Comm:
         )
         self._first_column = column == 0
         self._by_device = device.type != "cpu" and int(grid[0, 0]) == self._source
-        self._ones: dict[int, torch.Tensor] = {}
         self._side: Any = None
-        self._pending_report: Operation | None = None  # in flight, waited for in the next step
+        self.report = StepReport(self)
         _comms.add(self)
 
     def _create_groups(self, inner: list[int], outer: list[int]) -> None:
@@ -205,22 +205,10 @@ class Comm:
         if self._replica_group is not None:
             self._all_reduce(values, dist.ReduceOp.MAX, self._replica_group)
 
-    def report_all_used(self, count: int) -> None:
-        """This rank's part of `max_everywhere(ones)`, whose result it need not wait for."""
-        if self._pending_report is not None:
-            self._pending_report.wait()
-            self._pending_report = None
-        ones = self._ones.get(count)
-        if ones is None:
-            ones = self._ones[count] = torch.ones(count, dtype=torch.uint8, device=self.device)
-        if self.replicas > 1:
-            self.max_everywhere(ones)
-        else:
-            self._pending_report = self._start_all_reduce(
-                ones, dist.ReduceOp.MAX, self._small_group, self.tag("gradients", "backward")
-            )
-            if self.watchdog.profiled:
-                self._pending_report.wait()
+    def start_max(self, values: torch.Tensor) -> Operation:
+        """Maximum over the ranks that hold different shards, in place, when the operation is over."""
+        tag = self.tag("gradients", "backward")
+        return self._start_all_reduce(values, dist.ReduceOp.MAX, self._small_group, tag)
 
     def max_shards(self, values: torch.Tensor) -> torch.Tensor:
         """A NaN on one rank is a NaN on all: the backends' own maximum may drop it."""
@@ -343,7 +331,7 @@ def in_flight() -> bool:
         if comm.stalled:
             return True
         if comm.watchdog.host_waits:
-            unfinished, report = comm.recorder.unfinished(), comm._pending_report
+            unfinished, report = comm.recorder.unfinished(), comm.report.operation
             while report is not None and not report.over() and time.monotonic() < deadline:
                 time.sleep(0.01)
             if report is not None and report.over():

@@ -8,8 +8,10 @@ provably element-wise is refused, unless its class declares `fullshard_step = "e
 from __future__ import annotations
 
 import functools
+import marshal
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,7 @@ _ELEMENT_WISE = {
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
+_PLAIN = {int, float, bool, type(None)}  # settings that ranks compare
 _DECLARATION = "fullshard_step"  # an attribute of an optimizer or its class
 
 
@@ -46,6 +49,8 @@ class _Checked:
     count: int  # of its parameters: another one means another check
     runtimes: list[weakref.ref[Runtime]]
     plain_gradients: bool
+    groups: list[int]  # those that hold sharded parameters
+    identity: int  # a checksum of its class and of the sharded parameters in each group
 
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
@@ -104,8 +109,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         runtimes, plain = _check(optimizer, callable(closure))
         for holder in runtimes:
             holder.adopt_optimizer(optimizer)
-        known = _checked[optimizer] = _Checked(count, [weakref.ref(r) for r in runtimes], plain)
+        references = [weakref.ref(r) for r in runtimes]
+        known = _checked[optimizer] = _Checked(count, references, plain, *_identity(optimizer, runtimes))
     live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
+    _note_step(optimizer, known, live)
     if live and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
         after = functools.partial(_closed, closure, live, optimizer if known.plain_gradients else None)
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
@@ -113,6 +120,35 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if known.plain_gradients:
         _show_plain_gradients(optimizer)
     return None
+
+
+def _identity(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> tuple[list[int], int]:
+    """The groups that hold sharded parameters, and a checksum that is the same in any order of groups."""
+    names = {id(p): lane.layout.pieces[i].name for r in runtimes for p, lane, i in r.places()}
+    total, indices = 0, []
+    for index, group in enumerate(optimizer.param_groups):
+        held = sorted(names[id(p)] for p in group["params"] if id(p) in names)
+        if held:
+            indices.append(index)
+            total += zlib.crc32("\0".join((type(optimizer).__qualname__, *held)).encode())
+    return indices, total & 0xFFFFFFFF
+
+
+def _note_step(optimizer: Optimizer, known: _Checked, runtimes: Iterable[Runtime]) -> None:
+    """What the ranks compare at the end of the next backward. Tensors among settings are not read."""
+    settings = rates = 0
+    for index in known.groups:
+        group = optimizer.param_groups[index]
+        plain = [group[key] for key in sorted(group) if key != "lr" and _is_plain(group[key])]
+        settings += zlib.crc32(marshal.dumps(plain, 2))
+        if _is_plain(group.get("lr")):
+            rates += zlib.crc32(marshal.dumps(group.get("lr"), 2))
+    for runtime in runtimes:
+        runtime.comm.report.note(known.identity, settings, rates)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(v) in _PLAIN for v in value))
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -392,12 +392,7 @@ class Reduction:
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
-        if all(flat):
-            self._comm.report_all_used(len(flat))  # the other ranks' flags would not change it
-            return local
-        flags = torch.tensor(flat, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
-        self._comm.max_everywhere(flags)
-        agreed = iter(flags.tolist())
+        agreed = iter(self._comm.report.exchange(flat))
         return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
 
     def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:

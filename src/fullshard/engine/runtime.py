@@ -265,6 +265,7 @@ class Runtime:
     def _begin_pass(self) -> None:
         self.forget_failed_backward()
         self.refuse_unseen_backward()
+        self.comm.report.check()
         self._follow_user()
         self._passes += 1
         if self._passes == _SETTLED and self.comm.device.type == "cuda":
