@@ -340,6 +340,8 @@ OWN: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "foreach": kinds.WithForeach,
     "state in the constructor": kinds.StateInConstructor,
     "a kernel of its own": kinds.OwnKernel,
+    "a compiled step": kinds.compiled_adamw,
+    "compiled inside": kinds.CompiledInside,
     "a wrapper without hooks": lambda ps: kinds.Wrapper(torch.optim.AdamW(ps, lr=0.01, eps=1e-4), False),
     "a subclass of AdamW": lambda ps: type("Mine", (torch.optim.AdamW,), {})(ps, lr=0.01, eps=1e-4),
     "declared": lambda ps: type("Mine", (kinds.RarelyClipped,), {"fullshard_step": "element-wise"})(ps),

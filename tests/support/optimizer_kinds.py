@@ -82,6 +82,29 @@ def _descend(p: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
     p.sub_(rate * gradient.sign())
 
 
+class CompiledInside(Plain):
+    """Compiles the update of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _compiled_update(p, p.grad, group["lr"])
+
+
+@torch.compile(backend="eager", dynamic=True)
+def _compiled_update(p: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
+    p.sub_(rate * gradient.sign())
+
+
+def compiled_adamw(params: Any) -> torch.optim.Optimizer:
+    """AdamW with a compiled step."""
+    optimizer = torch.optim.AdamW(params, lr=0.01, eps=1e-4)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    return optimizer
+
+
 class ByBlocks(Plain):
     """Scales blocks of 256 elements: right where no block is cut."""
 

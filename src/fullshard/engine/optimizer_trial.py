@@ -52,6 +52,7 @@ _VISIBLE_RATE = 1e-4  # a smaller learning rate, as at the start of a warm-up, w
 _SCALES = (1.0, 0.01, 20.0, 0.3, 3.0)  # of gradients, step by step
 # Roundings of a value in its dtype, and of the way it has come in fp32.
 _VALUE_ROUNDINGS, _PATH_ROUNDINGS = 4, 64
+_CALLS = 200  # of functions, in which it is seen whether they are in a compiled part of a step
 _SAME_NUMBER = 1e-3  # relative; a sum over a part differs by much more
 _mixes = """
 addmm addmv addr all amax amin aminmax any argmax argmin argsort baddbmm bincount bmm cholesky
@@ -116,6 +117,10 @@ def try_on_shards(
     with _undisturbed(optimizer), _without_compilation():
         try:
             found = trial.finding()
+            if found is None and trial.compiles:
+                trial.plain_gradients = True
+                found = trial.finding()
+                return Verdict(None if found is None else found.text, plain_gradients=True)
             if found is None or not found.raised:
                 return Verdict(None if found is None else found.text)
             trial.plain_gradients = True
@@ -138,6 +143,7 @@ class _Trial:
     closure: bool
     modules: list[nn.Module]
     plain_gradients: bool = False
+    compiles: bool = False  # a part of its step, which cannot have gradient shards
 
     def finding(self) -> _Finding | None:
         """The first difference between one process and shards; None if there is none."""
@@ -175,6 +181,7 @@ class _Trial:
             torch.equal(v, p) for v, p in zip(course.values, map(_on_host, single.trace[-1]), strict=True)
         ):
             return _Finding("it did not change any of the synthetic parameters, so nothing can be compared")
+        self.compiles = self.compiles or single.watch.compiled
         players = _play_ranks(copying, samples, course, self.plain_gradients)
         random = not torch.equal(seeds, torch.get_rng_state())
         return _difference(course, single, players, random)
@@ -736,6 +743,15 @@ def _on_host(values: torch.Tensor) -> torch.Tensor:
     return values.cpu().float()
 
 
+def is_compiled_call() -> bool:
+    """Whether a function that torch.compile returned is among the callers, compiled or not."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
+            return True
+    return False
+
+
 class _Watch(TorchFunctionMode):
     """Notes the first function that mixes the elements of a plain tensor as large as a parameter.
 
@@ -748,9 +764,14 @@ class _Watch(TorchFunctionMode):
         sizes = [p.numel() for p in parameters]
         self._sizes = {n for n in (*sizes, sum(sizes)) if n > 1 and n != len(sizes)}
         self.found: str | None = None
+        self.calls = 0
+        self.compiled = False  # it compiles a part of its step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.calls < _CALLS:
+            self.calls += 1
+            self.compiled = self.compiled or is_compiled_call()
         if self.found is None:
             name = getattr(func, "__name__", "")
             if name.strip("_").removeprefix("foreach_").removeprefix("linalg_") in _MIXES:

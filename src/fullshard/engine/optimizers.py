@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import optim
@@ -27,12 +27,13 @@ from torch.optim.optimizer import (
 from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizer_trial import Placed, try_on_shards
+from fullshard.engine.optimizer_trial import Placed, is_compiled_call, try_on_shards
 from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import OptimizerError, StateError
 from fullshard.plan.layout import Region
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 # By exact type: a subclass may do anything in its step.
 _ELEMENT_WISE = {
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
@@ -56,6 +57,14 @@ class _Checked:
 _owners: dict[int, weakref.ref[Runtime]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
 _plain_gradients: dict[int, PlainGradients] = {}  # of optimizers whose step runs, by identity
+
+
+def _as_it_is(function: _F) -> _F:
+    return function
+
+
+# Of a compiled step, what follows the hooks is compiled. torch.compiler.disable imports the compiler now.
+_uncompiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", None) or _as_it_is
 
 
 def own(runtime: Runtime) -> None:
@@ -99,6 +108,7 @@ def _answering(lane: Lane, region: Region | None) -> tuple[Comm, bool] | None:
 norms.owners_comm = _comm_of_gradient
 
 
+@_uncompiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _owners:
         return None
@@ -151,6 +161,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(v) in _PLAIN for v in value))
 
 
+@_uncompiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     plain = _plain_gradients.pop(id(optimizer), None)
     if plain is not None:
@@ -227,11 +238,11 @@ def _is_element_wise_with_plain_gradients(
             if verdict.tried and verdict.finding is not None:
                 raise _not_element_wise(wrapper, verdict.finding)
     if type(optimizer) in _ELEMENT_WISE or _is_declared(optimizer):
-        return False
+        return is_compiled_call()
     verdict = try_on_shards(optimizer, placed, closure, modules)
     if verdict.finding is not None:
         raise _not_element_wise(optimizer, verdict.finding)
-    return verdict.plain_gradients
+    return verdict.plain_gradients or is_compiled_call()
 
 
 def _is_declared(optimizer: Optimizer) -> bool:
