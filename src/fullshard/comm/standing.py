@@ -96,7 +96,7 @@ def warning(
     texts = [s.describe(earlier.get(s.place.rank)) for s in late]
     absent = sorted(recorder.others(place.channel) - now.keys())
     if absent and launch().local_ranks == launch().ranks:  # all on this host, so these have not come yet
-        texts += [f"rank {rank} has not called fs.shard" for rank in absent[:8]]
+        texts += [f"rank {rank} has not come to this call yet" for rank in absent[:8]]
     if texts:
         return f"{here}. Late: " + "; ".join(texts)
     if recorder.rank > 0 or waited_s < QUIET_S:
