@@ -147,6 +147,10 @@ def release(staging: Staging) -> None:
 def clean_up(parent: Path) -> None:
     """Rename or remove what crashed saves left in a folder. Saves in progress are not touched."""
     for hidden, name, kind in hidden_folders(parent):
+        with contextlib.suppress(OSError):
+            ownership.let_go(
+                hidden
+            )  # complete, and under a hidden name by now: no save of ours is in progress
         lock = None if _just_made(hidden) else FolderLock.take(hidden)
         if lock is None:
             continue
