@@ -285,7 +285,12 @@ def test_validation_without_a_target_has_no_loss_and_the_run_says_why(gpt_run: P
     pairs = [{"question": "what " * 40, "answer": "this"}]
     for name in ("asked.jsonl", "held-out.jsonl"):
         (gpt_run / name).write_text("\n".join(json.dumps(pair) for pair in pairs))
-    changes = [f"output={gpt_run / 'asked'}", f"data.train={gpt_run / 'asked.jsonl'}", "training.steps=1"]
+    changes = [
+        f"output={gpt_run / 'asked'}",
+        f"data.train={gpt_run / 'asked.jsonl'}",
+        "training.steps=1",
+        "training.warmup_steps=0",
+    ]
     changes += [f"data.validation={gpt_run / 'held-out.jsonl'}", "evaluation.sequences=1"]
     changes += ["data.prompt=question", "data.completion=answer"]
     ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
@@ -434,7 +439,7 @@ def test_weights_of_another_model_are_refused_by_name_and_by_one_rank(llama_run:
 
 def test_weights_of_an_earlier_run_are_what_another_begins_with(gpt_run: Path) -> None:
     changes = [f"output={gpt_run / 'further'}", f"model.weights={gpt_run / 'run' / 'model'}"]
-    changes += ["logging.tensorboard=false", "training.steps=1"]
+    changes += ["logging.tensorboard=false", "training.steps=1", "training.warmup_steps=0"]
     ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
     begun = runs.losses(gpt_run / "further", "validation")[0]
     assert_close([begun], [runs.losses(gpt_run / "run", "validation")[-1]])

@@ -130,6 +130,8 @@ def test_every_elementwise_optimizer_goes_on_elsewhere_as_if_nothing_had_happene
 class Blockwise(torch.optim.Optimizer):
     """Keeps one number for every four elements of what it sees of a parameter, as 8-bit optimizers do."""
 
+    fullshard_step = "element-wise"  # not quite: what it does to a shard is what is saved and loaded here
+
     def __init__(self, parameters: Any, lr: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr})
 

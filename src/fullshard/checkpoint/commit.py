@@ -27,7 +27,6 @@ from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.errors import CheckpointError, DamagedCheckpoint
-from fullshard.keywords import checked_keywords
 
 _WITHOUT_VALUES: dict[str, Any] = {
     "files": {},
@@ -234,7 +233,6 @@ def _saved_at(folder: Path) -> int | None:
         return None
 
 
-@checked_keywords(dict.fromkeys(("path", "folder", "directory", "run"), "Write root=..."))
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder, or None. No communication between ranks."""
     folder = Path(root)

@@ -15,10 +15,12 @@ from fullshard.checkpoint.tools.verifying import first_problem
 from fullshard.comm.control import all_gather_object_first, start
 from fullshard.comm.groups import own_rank, rank_count
 from fullshard.errors import DamagedCheckpoint
+from fullshard.keywords import checked_keywords
 
 T = TypeVar("T")
 
 
+@checked_keywords(dict.fromkeys(("path", "folder", "directory", "run"), "Write root=..."))
 def latest(root: str | os.PathLike[str], *, verify: bool = False, follow_links: bool = False) -> Path | None:
     """The newest complete checkpoint in a folder, or None if there is none.
 
