@@ -130,9 +130,7 @@ def _mismatch(rows: dict[int, bytes]) -> RankMismatch:
     steps = {rank: row[_STEPS][0] for rank, row in rows.items()}
     if len(set(steps.values())) > 1:
         taken = "; ".join(f"rank {rank}: {count}" for rank, count in steps.items())
-        return RankMismatch(
-            f"ranks took different numbers of optimizer steps since a backward: {taken}", remedy
-        )
+        return RankMismatch(f"ranks took different numbers of optimizer steps: {taken}", remedy)
     what = [name for part, name in _PARTS if len({row[part] for row in rows.values()}) > 1]
     common = Counter(rows.values()).most_common(1)[0][0]
     first = next(rank for rank, row in rows.items() if row == common)

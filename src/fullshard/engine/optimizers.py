@@ -50,7 +50,7 @@ class _Checked:
     count: int  # of its parameters: another one means another check
     runtimes: list[weakref.ref[Runtime]]
     plain_gradients: bool
-    groups: list[int]  # those that hold sharded parameters
+    groups: list[tuple[int, list[str]]]  # those with sharded parameters; the settings that ranks compare
     identity: int  # a checksum of its class and of the sharded parameters in each group
 
 
@@ -132,29 +132,34 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _identity(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> tuple[list[int], int]:
-    """The groups that hold sharded parameters, and a checksum that is the same in any order of groups."""
+def _identity(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> tuple[list[tuple[int, list[str]]], int]:
+    """The groups that ranks compare, and a checksum that is the same in any order of groups."""
     names = {id(p): lane.layout.pieces[i].name for r in runtimes for p, lane, i in r.places()}
-    total, indices = 0, []
+    total, groups = 0, []
     for index, group in enumerate(optimizer.param_groups):
         held = sorted(names[id(p)] for p in group["params"] if id(p) in names)
         if held:
-            indices.append(index)
+            groups.append((index, sorted(key for key in group if key != "lr" and _is_plain(group[key]))))
             total += zlib.crc32("\0".join((type(optimizer).__qualname__, *held)).encode())
-    return indices, total & 0xFFFFFFFF
+    return groups, total & 0xFFFFFFFF
 
 
 def _note_step(optimizer: Optimizer, known: _Checked, runtimes: Iterable[Runtime]) -> None:
     """What the ranks compare at the end of the next backward. Tensors among settings are not read."""
     settings = rates = 0
-    for index in known.groups:
+    for index, keys in known.groups:
         group = optimizer.param_groups[index]
-        plain = [group[key] for key in sorted(group) if key != "lr" and _is_plain(group[key])]
-        settings += zlib.crc32(marshal.dumps(plain, 2))
-        if _is_plain(group.get("lr")):
-            rates += zlib.crc32(marshal.dumps(group.get("lr"), 2))
+        settings += _checksum([group.get(key) for key in keys])
+        rates += _checksum([group.get("lr")])
     for runtime in runtimes:
         runtime.comm.report.note(known.identity, settings, rates)
+
+
+def _checksum(values: list[Any]) -> int:
+    try:
+        return zlib.crc32(marshal.dumps(values, 2))
+    except ValueError:  # something else than numbers now, such as a tensor
+        return _checksum([value for value in values if _is_plain(value)])
 
 
 def _is_plain(value: Any) -> bool:
