@@ -311,7 +311,7 @@ def test_folder_whose_manifest_was_only_begun_is_never_given_a_name(tmp_path: Pa
     import fullshard as fs
     from fullshard.checkpoint import commit
 
-    ranks.run(_saved, 1, tmp_path, "step-1")
+    ranks.run(_saved, 1, tmp_path, "step-1", fresh=True)  # it holds its newest checkpoint while it lives
     whole = (tmp_path / "step-1" / "fullshard.json").read_bytes()
     (tmp_path / "step-1").rename(tmp_path / HIDDEN)
     for written in (0, 1, len(whole) // 2, len(whole) - 1):
@@ -328,7 +328,7 @@ def test_checkpoint_under_a_hidden_name_is_found_by_its_own_and_given_it_by_the_
     import fullshard as fs
     from fullshard.checkpoint import commit
 
-    ranks.run(_saved, 1, tmp_path, "step-1")
+    ranks.run(_saved, 1, tmp_path, "step-1", fresh=True)  # it holds its newest checkpoint while it lives
     (tmp_path / "step-1").rename(tmp_path / HIDDEN)
     assert fs.latest(tmp_path) == tmp_path / "step-1"
     assert ranks.run(_look_at, 1, tmp_path) == [OLD]
