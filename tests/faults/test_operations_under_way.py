@@ -220,13 +220,13 @@ def _profiled() -> list[tuple[int, int]]:
         _step(model)
         with witness.watching():
             _step(model)
-            said = model.__dict__["_fullshard"].comm._pending_report
+            said = model.__dict__["_fullshard"].comm.report.operation
             plain = len(witness.under_way) + (said is not None and said._work is not None)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
                 with fs.accumulate(model):
                     _step(model)
                 model(_batch(my_rank())).square().mean().backward()
-            said = model.__dict__["_fullshard"].comm._pending_report
+            said = model.__dict__["_fullshard"].comm.report.operation
             left.append((plain, len(witness.under_way) + (said is not None and said._work is not None)))
     return left
 

@@ -49,8 +49,6 @@ def write_config(folder: Path, **changes: Any) -> Path:
     for name, value in changes.items():
         merges = isinstance(value, dict) and isinstance(config.get(name), dict) and name != "model"
         config[name] = {**config[name], **value} if merges else value
-    training = config["training"]
-    training["warmup_steps"] = min(training["warmup_steps"], training["steps"])
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
