@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 
 # Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = (
+    "test_hangs",
     "test_documents",
     "test_plan_command",
     "test_examples",
