@@ -19,7 +19,8 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 # What makes an example short; the others take seconds as they are.
 SMALLER = {
     "demo.py": "--ranks 2 --set training.steps=2 --set training.batch_size=2 --set model.gpt.width=32 "
-    "--set training.sequence_length=32 --set evaluation.sequences=2 --set sample.tokens=4",
+    "--set training.sequence_length=32 --set evaluation.sequences=2 --set sample.tokens=4 "
+    "--set training.warmup_steps=0",
 }
 
 
