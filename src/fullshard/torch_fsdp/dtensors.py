@@ -222,8 +222,30 @@ class GradientDTensor(ShardAnswers, GradShard):
     total = TotalNorm
 
 
+class _Probe(torch.Tensor):
+    """Says that it is a DTensor, and makes a tensor like itself in every function."""
+
+    @property
+    def __class__(self) -> Any:
+        return DTensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return torch.Tensor._make_wrapper_subclass(_Probe, (1,))
+
+
+def _results_keep_their_class() -> bool:
+    """torch 2.11 makes results of a `__torch_dispatch__` what their `__class__` says, in earnest."""
+    with plainly():
+        return type(torch.Tensor._make_wrapper_subclass(_Probe, (1,)).detach()) is _Probe
+
+
 class StateDTensor(ShardAnswers, StateShard):
     """A value of a state dict. Element-wise functions apply to this rank's part."""
+
+    to_isinstance = _results_keep_their_class()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
