@@ -225,7 +225,7 @@ class GradientDTensor(ShardAnswers, GradShard):
 class _Probe(torch.Tensor):
     """Says that it is a DTensor, and makes a tensor like itself in every function."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return DTensor
 
