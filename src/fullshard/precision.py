@@ -16,6 +16,8 @@ from fullshard.keywords import checked_keywords
 
 BLOCK = 256  # values that share a scale in 8-bit blocks
 ROW_ALIGN_BYTES = 16
+# Every dtype of torch by its name, as files and messages have it.
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 _OTHER_NAMES = {

@@ -490,7 +490,7 @@ def _run_script(folder: Path, ending: str, num_ranks: int = 2) -> list[tuple[int
             }
             command = [f"{warm.commands()}/python", str(script), str(folder / "root"), ending]
             started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-        said = [process.communicate(timeout=60)[1] for process in started]
+        said = [process.communicate(timeout=300)[1] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -258,5 +258,5 @@ def test_groups_that_a_script_leaves_open_end_before_its_process_does() -> None:
     What the script itself does at exit (a last barrier, its own end of the groups) comes before that.
     """
     command = [sys.executable, "-c", LEAVES_GROUPS_OPEN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stdout) == (0, "open\nended\n"), done.stderr

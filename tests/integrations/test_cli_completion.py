@@ -42,7 +42,7 @@ def offered(script: Path, *words: str) -> list[str]:
         env={"PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stderr == ""

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     answers = spawning.Queue()
     process = spawning.Process(target=double, args=(21, answers))
     process.start()
-    doubled = answers.get(timeout=60)
+    doubled = answers.get(timeout=300)
     process.join()
     atexit.register(last)
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
@@ -70,7 +70,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=700,
         check=False,
     )
 

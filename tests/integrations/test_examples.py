@@ -55,7 +55,7 @@ def test_example_runs_as_its_docstring_shows(name: str, checkout: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=700, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "loss" in done.stdout

@@ -362,4 +362,4 @@ def test_a_patch_that_others_patched_again_is_left_in_place_and_not_applied_twic
 
 def _python(code: str) -> None:
     folder = Path(__file__).parents[1] / "support"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=180, cwd=folder)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=700, cwd=folder)

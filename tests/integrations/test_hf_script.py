@@ -81,7 +81,7 @@ def test_script_with_one_more_import_trains_under_torchrun_as_it_does_alone(tmp_
     ]
     try:
         for process in running:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=700)
             assert process.returncode == 0, output[-4000:]
     finally:
         for process in running:

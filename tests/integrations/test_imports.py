@@ -16,7 +16,7 @@ def test_import_needs_torch_alone() -> None:
         "extra |= {'torch.distributed.tensor', 'torch.distributed.checkpoint'} & set(sys.modules); "
         "assert not extra, extra"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=700)
 
 
 def test_the_cpu_does_not_import_triton() -> None:
@@ -25,4 +25,4 @@ def test_the_cpu_does_not_import_triton() -> None:
         "p = torch.zeros(1, q.packed_bytes(256), dtype=torch.uint8); q.pack(torch.ones(1, 256), p); "
         "q.add_rows(p, torch.zeros(256), 1.0); assert 'triton' not in set(sys.modules) - before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=700)

@@ -30,7 +30,7 @@ def test_example_trains_resumes_and_consolidates_under_lightnings_own_launcher(
         [sys.executable, str(ROOT / "examples" / "lightning_gpt.py")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=700,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = map(float, re.findall(r"(?:epoch|two) (\d+\.\d+)", done.stdout))

@@ -629,7 +629,7 @@ def _need(subject: Subject, strategy: str, **said: Any) -> Any:
 
 # --- beside a real run ------------------------------------------------------------------------------------
 
-RUN = sizes.Shape(4, 256, 8, 4, 704, 4096, 512)
+RUN = sizes.Shape(3, 256, 8, 4, 512, 1024, 256)
 CASES = [
     ("own", "zero3", "fp32", False),
     ("own", "zero3", "bf16", True),
@@ -647,8 +647,8 @@ def _model(kind: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=4,
-        intermediate_size=704, vocab_size=4096, max_position_embeddings=512, use_cache=False,
+        num_hidden_layers=3, hidden_size=256, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=512, vocab_size=1024, max_position_embeddings=256, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -659,7 +659,7 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
 
     model = fs.shard(_model(kind), strategy=strategy, precision=precision, checkpoint_activations=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, RUN.vocabulary, (2, 257 if kind == "own" else 256))
+    tokens = torch.randint(0, RUN.vocabulary, (2, 129 if kind == "own" else 128))
 
     def backward() -> None:
         out = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens)
@@ -688,7 +688,7 @@ def _beside(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, tuple[in
     found = []
     for kind, strategy, precision, recompute in cases:
         said = {"precision": precision, "recompute": recompute, "ranks": 1, "on_gpu": False}
-        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 256)), strategy, **said)
+        planned = _need(subjects.decoder("decoder", RUN, Batch(2, 128)), strategy, **said)
         found.append((planned, _measured(kind, strategy, precision, recompute)))
     return found
 

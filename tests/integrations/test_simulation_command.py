@@ -70,7 +70,7 @@ def test_module_runs_as_a_command() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=True,
     )
     assert found.stdout.startswith(

@@ -139,7 +139,7 @@ def _run(folder: Path, text: str, num_ranks: int) -> dict[str, object]:
         for rank in range(num_ranks)
     ]
     try:
-        errors = [process.communicate(timeout=200)[1] for process in started]
+        errors = [process.communicate(timeout=700)[1] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -219,4 +219,4 @@ except AttributeError as error:
 else:
     raise SystemExit("no error")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=700)

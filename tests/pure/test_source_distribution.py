@@ -25,7 +25,7 @@ def test_it_holds_sources_tests_documents_examples_and_benchmarks(tmp_path: Path
     copy = tmp_path / "copy"  # building leaves a folder beside the package
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "site", *CACHES))
     (tmp_path / "dist").mkdir()
-    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True, timeout=700)
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         held = {name.partition("/")[2] for name in packed.getnames()}

@@ -251,7 +251,7 @@ def test_tree_of_a_set_is_the_same_in_every_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=500,
         ).stdout
         for seed in ("1", "2")
     }

@@ -20,7 +20,7 @@ import engines
 import namespaces
 import reference
 
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 RATE_BITS_PER_S = 20e6
 STRATEGIES = ("zero3", "zero2")
 HIDDEN = 3000

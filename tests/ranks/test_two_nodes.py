@@ -27,7 +27,7 @@ import ranks
 import reference
 from namespaces import Node
 
-LIMIT_S = 200.0
+LIMIT_S = 700.0
 STRATEGIES = ("zero3", "hybrid", "replicate")
 
 

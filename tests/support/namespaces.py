@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAM_LIMIT_S = 20.0
+PROGRAM_LIMIT_S = 120.0
 
 
 class Unavailable(Exception):

@@ -64,6 +64,8 @@ PRELOADED = {
 ABOUT = dict.fromkeys(("transformers", "accelerate", "peft", "zoo", "hf_runs"), "transformers")
 ABOUT |= dict.fromkeys(("lightning", "lightning_cases"), "lightning")
 GRACE_S = 5.0  # what the others get to come to an end after one rank has failed
+# A limit ends a hang; it does not measure the machine, which may be several times slower when it is busy.
+PATIENCE, SHORT_S = 4, 30.0  # a limit below SHORT_S belongs to a test that expects a hang, and is kept
 STACKS_SIGNAL = signal.SIGUSR1
 TESTS = Path(__file__).resolve().parents[1]
 FOLDERS = [str(TESTS / name) for name in ("support", "pure", "ranks", "faults", "integrations", "gpu")]
@@ -119,7 +121,7 @@ def run(
 
     With `expect_error` the dict of errors by rank comes back instead, and no error at all is a failure.
     """
-    grace_s = timeout_s if expect_error else GRACE_S
+    grace_s = None if expect_error else GRACE_S
     result = outcome(fn, ranks, *args, timeout_s=timeout_s, grace_s=grace_s, **options)
     if expect_error:
         if not result.errors:
@@ -145,6 +147,8 @@ def outcome(
     script's would; otherwise it stays for the next run.
     """
     fresh = fresh or bool(os.environ.get("FULLSHARD_TEST_FRESH"))
+    if timeout_s >= SHORT_S:
+        timeout_s *= PATIENCE
     if fresh:
         _pool.end()
     # A process that ends with its run imports what it needs itself, as a script would.

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from fullshard.errors import FullshardError, NotSupported
+from fullshard.precision import DTYPES
 
 T = TypeVar("T", bound=type)
 MAX_BYTES = 2**30  # of one message; what is announced as larger is refused before memory is taken for it
 _MAX_DEPTH = 100
 _LENGTH = struct.Struct("<q")
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _records: dict[str, type] = {}
 
 
@@ -200,7 +200,7 @@ class _Reader:
         if tag == "float":
             return float(content[0])
         if tag == "dtype":
-            return _DTYPES[content[0]]
+            return DTYPES[content[0]]
         if tag == "path":
             return Path(content[0])
         if tag == "bytes":
@@ -208,7 +208,7 @@ class _Reader:
         name, shape, blob = content
         data = self._blobs[blob]
         if tag == "tensor":
-            return _tensor(_DTYPES[name], shape, data)
+            return _tensor(DTYPES[name], shape, data)
         described: Any = name if isinstance(name, str) else [(str(field), str(kind)) for field, kind in name]
         dtype = np.dtype(described)
         if tag not in ("array", "scalar") or not _is_plain(dtype):

@@ -117,15 +117,11 @@ def try_on_shards(
     with _undisturbed(optimizer), _without_compilation():
         try:
             found = trial.finding()
-            if found is None and trial.compiles:
+            if trial.compiles if found is None else found.raised:
                 trial.plain_gradients = True
                 found = trial.finding()
-                return Verdict(None if found is None else found.text, plain_gradients=True)
-            if found is None or not found.raised:
-                return Verdict(None if found is None else found.text)
-            trial.plain_gradients = True
-            plain = trial.finding()
-            return Verdict(None if plain is None else plain.text, plain_gradients=True)
+            text = None if found is None else found.text
+            return Verdict(text, plain_gradients=trial.plain_gradients)
         except _Untried as error:
             return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
 

@@ -515,14 +515,14 @@ class Runtime:
             return
         if current_task() != NO_TASK and unit.state is State.AT_REST:
             raise AtRestError(
-                f"parameter {unit.name_of(parameter)!r} of {unit_label(unit.name)} was read in backward"
+                f"parameter {unit.slots.name_of(parameter)!r} of {unit_label(unit.name)} was read in backward"
                 f"{_by_caller()}, where only this rank's elements are present",
                 "Read it in forward, or between steps inside `with fs.full(model):`.",
             )
         if not self.computes() and self.gathering.forward is None:
             raise AtRestError(
-                f"parameter {unit.name_of(parameter)!r} of {unit_label(unit.name)} was obtained in a forward "
-                "and used after it",
+                f"parameter {unit.slots.name_of(parameter)!r} of {unit_label(unit.name)} was obtained in a "
+                "forward and used after it",
                 "Use it inside the forward, or inside `with fs.full(model):`.",
             )
         self.gathering.need(unit)

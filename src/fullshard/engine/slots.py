@@ -94,6 +94,9 @@ class Slots:
     def stands_in(self, stand_in: Any) -> bool:
         return any(known is stand_in for part in self._forwards.values() for _, known, _ in part)
 
+    def name_of(self, sharded: nn.Parameter) -> str:
+        return self._names[id(sharded)]
+
     @property
     def module_ids(self) -> Iterable[int]:
         return self._sites.keys()

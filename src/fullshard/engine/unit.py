@@ -126,13 +126,6 @@ class LiveUnit:
     def hold(self, inner: list[LiveUnit]) -> None:
         self.inner, self.inner_indices = inner, frozenset(unit.index for unit in inner)
 
-    def name_of(self, parameter: nn.Parameter) -> str:
-        for lane in self.lanes:
-            for known, piece in zip(lane.parameters, lane.layout.pieces, strict=True):
-                if known is parameter:
-                    return piece.name
-        return ""
-
     def unsharded_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """The shape that each of its parameters has inside fs.full."""
         return {

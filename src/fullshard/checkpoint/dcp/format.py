@@ -23,11 +23,12 @@ from fullshard.checkpoint.format import pickles
 from fullshard.checkpoint.format.budget import PICKLE_FACTOR, Budget
 from fullshard.checkpoint.format.headers import Tensor, is_count
 from fullshard.checkpoint.format.pickles import Pairs, Record, Stream, refused
-from fullshard.checkpoint.format.torch_archives import DTYPES, counts, dtype_of, kind_of
+from fullshard.checkpoint.format.torch_archives import counts, dtype_of, kind_of
 from fullshard.checkpoint.loading.reading import DAMAGED, Stored
 from fullshard.comm.messages import record
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.plan.layout import Box
+from fullshard.precision import DTYPES
 
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")

@@ -27,8 +27,8 @@ from fullshard.checkpoint.format.budget import PICKLE_FACTOR, Budget
 from fullshard.checkpoint.format.headers import is_count
 from fullshard.checkpoint.format.pickles import Name, Pairs, Record, Stored, Stream
 from fullshard.errors import CheckpointError, DamagedCheckpoint
+from fullshard.precision import DTYPES
 
-DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _END_BYTES = 22  # of an archive's last record
 _ENTRY_FACTOR = 16  # Python's zipfile makes an object of 700 bytes for an entry of 50
 _NODE_BYTES = 64  # of a value that is rebuilt, with its place in the container around it

@@ -25,6 +25,7 @@ from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import is_count
 from fullshard.comm.groups import as_bytes
 from fullshard.errors import CheckpointError, DamagedCheckpoint
+from fullshard.precision import DTYPES
 
 INLINE_BYTES = 16 * 1024
 MAX_INLINE_BYTES = 2**20  # limit of decompressed bytes
@@ -32,7 +33,6 @@ _MAX_DEPTH = 100
 _MAX_RATIO = 8  # of raw to packed bytes
 _NODE_BYTES = 40  # of a value that is decoded, with its place
 _MAX_BITS = 2048  # of an integer in decimal: Python may refuse to parse more than 640 digits
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 Tree = Any
 
 
@@ -176,11 +176,11 @@ class _Decoder:
         if tag == "$int":
             return int(content, 16)
         if tag == "$dtype":
-            return _DTYPES[content]
+            return DTYPES[content]
         raise ValueError(f"unknown {tag[:40]}")
 
     def _tensor(self, entry: dict[str, Any]) -> torch.Tensor:
-        shape, dtype = _shape(entry), _DTYPES[entry["dtype"]]
+        shape, dtype = _shape(entry), DTYPES[entry["dtype"]]
         if "at" in entry:
             value = self._stored(entry["at"])
             if (tuple(value.shape), value.dtype) != (shape, dtype):
