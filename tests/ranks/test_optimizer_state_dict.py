@@ -150,3 +150,22 @@ def test_state_shows_its_whole_shape_inside_fs_full_too() -> None:
     for kinds, fits in ranks.run(_inside_full, 2):
         assert kinds.count("StateShard") == 2
         assert fits
+
+
+def _momentum_that_began_as_a_gradient() -> None:
+    model = fs.shard(_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _step(model, optimizer, _batch(0, _rank()))
+    single = _model()
+    expected = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
+    _step(single, expected, torch.cat([_batch(0, 0), _batch(0, 1)]))
+    for state, other in zip(
+        optimizer.state_dict()["state"].values(), expected.state_dict()["state"].values(), strict=True
+    ):
+        momentum = state["momentum_buffer"]
+        assert type(momentum.to_local()) is torch.Tensor
+        torch.testing.assert_close(momentum.full_tensor(), other["momentum_buffer"])
+
+
+def test_momentum_that_began_as_a_copy_of_a_gradient_has_its_full_value_in_a_state_dict() -> None:
+    ranks.run(_momentum_that_began_as_a_gradient, 2)

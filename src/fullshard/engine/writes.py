@@ -9,6 +9,7 @@ parameters was rejected: torch looks up `__torch_function__` on every use of one
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -26,7 +27,10 @@ class Writes:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self.handed_out: list[torch.Tensor] = []  # by `p.data`
+        self.handed_out: list[torch.Tensor] = []  # by `p.data`, since they were last looked at
+        self._kept: list[
+            tuple[weakref.ref[torch.Tensor], int]
+        ] = []  # by user code, and what was seen of them
         self.assigned = False  # by `p.data = value`
         self._versions = sum(map(_version, parameters))
         for parameter in parameters:
@@ -36,10 +40,24 @@ class Writes:
         """Whether there was one since the last `forget`."""
         if sum(map(_version, self._parameters)) != self._versions or self.assigned:
             return True
-        return bool(self.handed_out) and any(map(_version, self.handed_out))
+        return bool(self.handed_out or self._kept) and self._written_through_data()
+
+    def _written_through_data(self) -> bool:
+        if any(map(_version, self.handed_out)):
+            return True
+        if any((kept := known()) is not None and kept._version != seen for known, seen in self._kept):
+            return True
+        self._let_go()
+        return False
+
+    def _let_go(self) -> None:
+        """What was handed out was held here until it was looked at; from now on only user code holds it."""
+        kept = [*self.handed_out, *(value for known, _ in self._kept if (value := known()) is not None)]
+        self._kept = [(weakref.ref(value), value._version) for value in kept]
+        self.handed_out.clear()
 
     def forget(self) -> None:
-        self.handed_out.clear()
+        self._let_go()
         self.assigned = False
         self._versions = sum(map(_version, self._parameters))
 

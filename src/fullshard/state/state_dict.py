@@ -46,6 +46,9 @@ class StateShard(torch.Tensor):
 
     @staticmethod
     def make(key: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
+        if type(local) is not torch.Tensor:  # a momentum that began as a gradient's copy
+            with torch._C.DisableTorchFunctionSubclass():
+                local = local.as_subclass(torch.Tensor)
         value: StateShard = torch.Tensor._make_wrapper_subclass(
             StateShard, piece.global_shape, dtype=local.dtype, device=local.device
         )
