@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine import direct
+from fullshard.engine import direct, transforms
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
 from fullshard.engine.runtime import Runtime
@@ -111,7 +111,7 @@ def _refuse_backward(unit: LiveUnit, output: Any) -> None:
                         "Run training forwards outside fs.full.",
                     )
 
-    for tensor in tensors_in(output):
+    for tensor in (p for t in tensors_in(output) for p in transforms.plain_tensors(t)):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(refuse)
 
@@ -172,8 +172,8 @@ class Recomputed(Eager):
         functools.update_wrapper(self, module.forward, updated=())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.unit.is_unsharded or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+        if self.unit.is_unsharded or not torch.is_grad_enabled() or transforms.running() is not None:
+            return self.original(*args, **kwargs)  # transforms of torch.func cannot be checkpointed
         places = self._buffers() if self.changing is None else self.changing
         before = [(module, name, _copy_of(module, name)) for module, name in places]
         compute = functools.partial(self._compute, before, snapshot((args, kwargs)), iter((True,)))

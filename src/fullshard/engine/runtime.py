@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
+from fullshard.engine import transforms
 from fullshard.engine.gather import Gathering, current_task
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
@@ -115,6 +116,8 @@ class Runtime:
     # ---- forward
 
     def before_forward(self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if transforms.running() is not None:
+            return self._before_transformed(unit, module, args, kwargs)
         unit.pass_state.entry_failed = True
         if self.unfinished is not None:
             self.unfinished()
@@ -145,11 +148,7 @@ class Runtime:
             unit.block_called(module, current_task() != NO_TASK)
         now = unit.pass_state
         now.claims = max(0, now.claims - 1)
-        casts = unit.policy.casts
-        dtype = self.options.precision.compute if casts is None else casts[0]
-        if dtype is not None:
-            args = cast_floats(args, dtype)
-            kwargs = cast_floats(kwargs, dtype) if kwargs else kwargs
+        args, kwargs = self._cast_inputs(unit, args, kwargs)
         node = first_node(args, kwargs) if torch.is_grad_enabled() else None
         unit.enter(module)
         now.nodes.append(node)
@@ -158,7 +157,16 @@ class Runtime:
             self._observer.begin(_forward_kind(), unit.name)
         return args, kwargs
 
+    def _cast_inputs(self, unit: LiveUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        casts = unit.policy.casts
+        dtype = self.options.precision.compute if casts is None else casts[0]
+        if dtype is None:
+            return args, kwargs
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
+
     def after_forward(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
+        if transforms.running() is not None:
+            return self._after_transformed(unit, module, output)
         now = unit.pass_state
         if now.entry_failed or not now.nodes:
             now.entry_failed = False
@@ -176,10 +184,7 @@ class Runtime:
             output = map_tensors(output, partial(unit.hand_out, grad))
         hooked = grad and self._hook(unit, module, output, node)
         now.unhooked |= grad and not hooked and unit.trains()
-        casts = unit.policy.casts
-        dtype = casts[1] if casts else self.options.precision.outputs if unit is self.root else None
-        if dtype is not None and (casts is None or module in unit.modules):
-            output = cast_floats(output, dtype)
+        output = self._cast_outputs(unit, module, output)
         if current_task() == NO_TASK:
             gathering = self.gathering
             if gathering.inference is not None:
@@ -194,6 +199,31 @@ class Runtime:
                 gathering.end_pass(keep=hooked)
                 self.comm.check_agreement()
         return output
+
+    def _cast_outputs(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
+        casts = unit.policy.casts
+        dtype = casts[1] if casts else self.options.precision.outputs if unit is self.root else None
+        if dtype is not None and (casts is None or module in unit.modules):
+            return cast_floats(output, dtype)
+        return output
+
+    # ---- the same inside a transform of torch.func, whose tensors only it can compute with
+
+    def _before_transformed(
+        self, unit: LiveUnit, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        transforms.refuse_reverse(unit.name)
+        plain = [p for tensor in tensors_in((args, kwargs)) for p in transforms.plain_tensors(tensor)]
+        with transforms.left():
+            self.before_forward(unit, module, (plain,), {})
+        return self._cast_inputs(unit, args, kwargs)
+
+    def _after_transformed(self, unit: LiveUnit, module: nn.Module, output: Any) -> Any:
+        output = map_tensors(output, torch.clone)  # no view of a parameter, and a node of its own
+        plain = [p for tensor in tensors_in(output) for p in transforms.plain_tensors(tensor)]
+        with transforms.left():
+            self.after_forward(unit, module, plain)
+        return self._cast_outputs(unit, module, output)
 
     # ---- for integrations
 
@@ -525,7 +555,8 @@ class Runtime:
                 "forward and used after it",
                 "Use it inside the forward, or inside `with fs.full(model):`.",
             )
-        self.gathering.need(unit)
+        with transforms.left():
+            self.gathering.need(unit)
         unit.pass_state.read = True
         if unit not in self._read:
             self._read.add(unit)

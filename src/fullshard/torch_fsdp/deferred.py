@@ -14,7 +14,6 @@ Sharding at once where a policy is given was considered: it would free memory a 
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.api import shard_with
 from fullshard.comm import control
+from fullshard.engine import transforms
 from fullshard.engine.data_parallel_guard import keep_from_replicate
 from fullshard.engine.runtime import DEFERRED
 from fullshard.errors import NotSupported, StateError
@@ -134,10 +134,7 @@ def outside_of_passes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        functorch = sys.modules.get("torch._functorch.pyfunctorch")
-        leave = getattr(functorch, "temporarily_clear_interpreter_stack", None)
-        if leave is not None:
-            stack.enter_context(leave())
+        stack.enter_context(transforms.left())
         yield
 
 
