@@ -7,6 +7,7 @@ import sys
 import torch
 
 from fullshard.comm.groups import Comm
+from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, Holder
 from fullshard.engine.home import Home
 from fullshard.engine.pieces import piece_view
@@ -34,13 +35,15 @@ class LaneGradients:
         part = self.own[start:stop]
         region = piece.region
         answers = region is None or region.first
+        cut = Cut.of(piece, self._layout.kept(piece, comm.rank))
         if self._replicated:
-            view = GradShard.make(piece_view(self.flat, piece), comm, part, self.holder, answers)
+            cut = Cut.of(piece, (0, piece.num_elements))
+            view = GradShard.make(piece_view(self.flat, piece), comm, part, self.holder, answers, cut)
             view.replicated = region is None or not region.is_cut
             view.answers = answers and comm.rank == 0
             return view
         local = part.view(shard_shape(piece.shape, stop - start))
-        return GradShard.make(local, comm, None, self.holder, answers)
+        return GradShard.make(local, comm, None, self.holder, answers, cut)
 
     def _storage_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.engine import direct, transforms
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
+from fullshard.engine.norms import watch_constructors
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import snapshot, tensors_in
 from fullshard.engine.unit import LiveUnit
@@ -357,6 +358,7 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
             before.last = module.register_forward_hook(after, always_call=True).id
         _attach_inside(runtime, unit)
     watch_data()
+    watch_constructors()
     runtime.watch_sites()
     runtime.guard = guard
     guard(runtime)

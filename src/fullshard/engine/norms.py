@@ -5,15 +5,20 @@ Importing this module teaches GradShard these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from fullshard.comm.groups import Comm
+from fullshard.engine import gradients
+from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import (
     HANDLERS,
     GradShard,
+    Step,
     all_replicated,
     gradients_in,
     name_of,
@@ -22,22 +27,32 @@ from fullshard.engine.gradients import (
     relabel,
 )
 from fullshard.errors import GradientError
+from fullshard.plan.layout import shard_shape
+
+
+@functools.cache
+def _unknown(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 class PartialNorm(torch.Tensor):
-    """One gradient's norm before the ranks have error_fields. Stacking many of them costs one all-reduce;
-    any other use finishes this one at once."""
+    """One gradient's norm before the ranks have summed it. Stacking many of them costs one all-reduce;
+    any other use finishes this one at once. Where torch reads it unseen (`alpha=`), it is NaN.
+    """
 
     comm: Comm
     order: float
     total: type[torch.Tensor] | None  # see GradShard
+    local: torch.Tensor
+    value: torch.Tensor | None  # of all ranks, once it was used
 
     @staticmethod
     def make(
-        value: torch.Tensor, comm: Comm, order: float, total: type[torch.Tensor] | None = None
+        local: torch.Tensor, comm: Comm, order: float, total: type[torch.Tensor] | None = None
     ) -> PartialNorm:
-        partial = value.as_subclass(PartialNorm)
+        partial = _unknown(local.dtype, local.device).as_subclass(PartialNorm)
         partial.comm, partial.order, partial.total = comm, order, total
+        partial.local, partial.value = local, None
         return partial
 
     @classmethod
@@ -45,36 +60,65 @@ class PartialNorm(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.to:
+        if func is torch.Tensor.to and isinstance(args[0], PartialNorm) and args[0].value is None:
             with plainly():
-                return PartialNorm.make(func(*args, **kwargs), args[0].comm, args[0].order, args[0].total)
-        if func in (torch.stack, torch.cat) and isinstance(args[0], list | tuple):
-            out = func(_finish(args[0]), *args[1:], **kwargs)
-            kind = getattr(args[0][0], "total", None)
-            return out if kind is None else out.as_subclass(kind)
+                moved = func(args[0].local, *args[1:], **kwargs)
+                return PartialNorm.make(moved, args[0].comm, args[0].order, args[0].total)
         if name_of(func) == "__get__":
             with plainly():
                 out = func(*args, **kwargs)
             if not isinstance(out, torch.Tensor):
                 return out  # shape, dtype, device, ...
-        return func(*_finish(args), **kwargs)
+        out = func(*finish(args), **finish(kwargs))
+        if func in (torch.stack, torch.cat) and args and isinstance(args[0], list | tuple):
+            kind = getattr(args[0][0], "total", None)
+            return out if kind is None else out.as_subclass(kind)
+        return out
 
 
-def _finish(values: Sequence[Any]) -> list[Any]:
-    """Replace partial norms by global ones, all of one kind together."""
-    result = list(values)
-    kinds: dict[tuple[int, float], list[int]] = {}
-    for i, value in enumerate(result):
-        if isinstance(value, PartialNorm):
-            kinds.setdefault((id(value.comm), value.order), []).append(i)
-    for (_, order), places in kinds.items():
-        comm, dtype = result[places[0]].comm, result[places[0]].dtype
+def finish(value: Any) -> Any:
+    """Arguments of a function, with the norms in them made global, wherever they are."""
+    partials = list(_partials(value))
+    if not partials:
+        return value
+    _sum_up(partials)
+    return _finished(value)
+
+
+def _partials(value: Any) -> Iterator[PartialNorm]:
+    items = value.values() if isinstance(value, dict) else value
+    for item in items:
+        if isinstance(item, PartialNorm):
+            yield item
+        elif isinstance(item, list | tuple | dict):
+            yield from _partials(item)
+
+
+def _finished(value: Any) -> Any:
+    if isinstance(value, PartialNorm):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _finished(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_finished, value))
+    return value
+
+
+gradients.finish_norms = finish
+
+
+def _sum_up(partials: Sequence[PartialNorm]) -> None:
+    """All of one kind together. What was summed is kept: a write in place changes that."""
+    kinds: dict[tuple[int, float, torch.dtype], list[PartialNorm]] = {}
+    for partial in partials:
+        if partial.value is None:
+            kinds.setdefault((id(partial.comm), partial.order, partial.local.dtype), []).append(partial)
+    for (_, order, dtype), alike in kinds.items():
         with plainly():
-            local = torch.stack([result[i] for i in places]).to(torch.float64)
-            total = _combine(local, order, comm).to(dtype)
-        for i, value in zip(places, total.unbind(), strict=True):
-            result[i] = value
-    return result
+            local = torch.stack([partial.local for partial in alike]).to(torch.float64)
+            total = _combine(local, order, alike[0].comm).to(dtype)
+            for partial, value in zip(alike, total.unbind(), strict=True):
+                partial.value = value
 
 
 def _combine(norms: torch.Tensor, order: float, comm: Comm) -> torch.Tensor:
@@ -94,10 +138,8 @@ def _order(value: Any) -> float:
     return float(order)
 
 
-def _local_norms(
-    gradients: Sequence[GradShard], order: float, dtype: torch.dtype | None
-) -> list[PartialNorm]:
-    parts = [g.part for g in gradients]
+def _local_norms(shards: Sequence[GradShard], order: float, dtype: torch.dtype | None) -> list[PartialNorm]:
+    parts = [g.part for g in shards]
     filled = [i for i, part in enumerate(parts) if part.numel()]
     values: dict[int, torch.Tensor] = {}
     if filled:
@@ -110,7 +152,7 @@ def _local_norms(
             order,
             g.total,
         )
-        for i, g in enumerate(gradients)
+        for i, g in enumerate(shards)
     ]
 
 
@@ -171,9 +213,10 @@ def _reduction(combine: str) -> Callable[..., Any]:
             with plainly():
                 return func(*args, **kwargs)
         options = {k: v for k, v in kwargs.items() if k != "input" and v is not None}
-        if len(args) == 2 and isinstance(args[1], torch.Tensor):
+        if len(args) == 2 and isinstance(args[1], torch.Tensor):  # maximum of two
+            args, kwargs = gradients.fitted(torch.maximum, args, kwargs, many=False)
             with plainly():
-                return relabel(torch.add, func(*args, **kwargs), args, kwargs)  # maximum of two
+                return relabel(torch.add, func(*args, **kwargs), args, kwargs)
         if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
             return refuse(func, args, kwargs)
         with plainly():
@@ -197,6 +240,11 @@ def _neutral(combine: str, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.new_full((1,), float("-inf") if combine == "max" else float("inf"))
 
 
+def _count(shard: GradShard) -> int:
+    assert shard.cut is not None
+    return shard.cut.num_elements
+
+
 def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     gradient = args[0] if args else kwargs["input"]
     if gradient.replicated:
@@ -204,12 +252,15 @@ def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if len(args) > 1 or set(kwargs) - {"input"}:
         return refuse(func, args, kwargs)
+    if gradient.cut is not None:
+        return torch.sum(gradient) / _count(gradient)
     count = torch.tensor(float(gradient.part.numel()), device=gradient.device)
     return torch.sum(gradient) / gradient.comm.sum_shards(count)
 
 
 def _compare(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """torch.equal and allclose: true where every rank's part agrees."""
+    args, kwargs = gradients.fitted(func, args, kwargs, many=False)
     with plainly():
         found = gradients_in(args, kwargs.values())
         here = torch.tensor(int(func(*args, **kwargs)), dtype=torch.uint8, device=found[0].device)
@@ -224,16 +275,20 @@ def _dot(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _concatenate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with plainly():
-        out = func(*args, **kwargs)
     found = gradients_in(args)
     if found[0].replicated:
-        return out
+        with plainly():
+            return func(*args, **kwargs)
     # Beside tensor parallelism some count on one rank of its group and some on all: no one answer for both.
     parallel = found[0].comm.world is not found[0].comm
     if parallel or len(found) < len(args[0]):
         return refuse(func, args, kwargs)
-    return GradShard.make(out, found[0].comm)
+    with plainly():
+        if Step.running or any(g.cut is None for g in found):
+            return GradShard.make(func(*args, **kwargs).as_subclass(torch.Tensor), found[0].comm)
+        shape = tuple(func(list(map(gradients.empty_like, found)), *args[1:], **kwargs).shape)
+        flat = torch.cat([g.as_subclass(torch.Tensor).reshape(-1) for g in found])
+        return found[0].like(flat.view(shard_shape(shape, flat.numel())), Cut(shape, None))
 
 
 def _unscale(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -249,17 +304,80 @@ def _unscale(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _set_item(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """g[mask] = number, where the mask has g's own shape: element-wise (Rprop does it)."""
     target, mask, value = args
-    own = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == target.shape
+    if all_replicated(args, kwargs):
+        with plainly():
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
     number = not isinstance(value, torch.Tensor) or value.dim() == 0
-    if not (own and number) and not all_replicated(args, kwargs):
+    everything = mask is Ellipsis or (isinstance(mask, slice) and mask == slice(None))
+    if everything and isinstance(target, GradShard):
+        target.copy_(value) if isinstance(value, torch.Tensor) else target.fill_(value)
+        return None
+    if not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and number):
+        return refuse(func, args, kwargs)  # type: ignore[no-any-return]
+    (target, mask, value), _ = gradients.fitted(func, args, kwargs, many=False)
+    if gradients.local_shape(mask) != gradients.local_shape(target):
         return refuse(func, args, kwargs)  # type: ignore[no-any-return]
     with plainly():
-        func(*args, **kwargs)
-    return None
+        return func(target, mask, value)  # type: ignore[no-any-return]
+
+
+# ---- what a gradient is, and how its values leave torch
 
 
 def _never(*_: Any) -> bool:
     return False
+
+
+def _own(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with plainly():
+        return func(*args, **kwargs)
+
+
+def _about_all_ranks(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Questions about the shape are answered for the unsharded gradient, except while an optimizer steps."""
+
+    def call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        shard = args[0] if args else kwargs.get("input")
+        if Step.running or not isinstance(shard, GradShard) or shard.replicated or shard.cut is None:
+            return _own(func, args, kwargs)
+        return answer(shard, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+
+    return call
+
+
+def _shape(shard: GradShard, dim: int | None = None) -> Any:
+    assert shard.cut is not None
+    return torch.Size(shard.cut.shape) if dim is None else shard.cut.shape[dim]
+
+
+def _length(shard: GradShard) -> int:
+    assert shard.cut is not None
+    return shard.cut.shape[0]
+
+
+def _size_bytes(shard: GradShard) -> int:
+    return _count(shard) * shard.element_size()
+
+
+def _number(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """item(), float() and bool(): of a gradient that has one element, on whichever rank."""
+    shard = args[0]
+    if _is_local(args, kwargs):
+        return _own(func, args, kwargs)
+    if _count(shard) != 1:
+        return refuse(func, args, kwargs)
+    with plainly():
+        return func(shard.comm.sum_shards(shard.part.detach().sum()))
+
+
+def _leaving(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Values that would leave torch, or lose their type: one rank's part under the name of all."""
+    return _own(func, args, kwargs) if _is_local(args, kwargs) else refuse(func, args, kwargs)
+
+
+def _is_local(args: Any, kwargs: Any) -> bool:
+    """Whether this rank's elements are meant: by an optimizer that steps, or of a state that it keeps."""
+    return Step.running > 0 or all(g.replicated or g.cut is None for g in gradients_in(args, kwargs.values()))
 
 
 HANDLERS |= {
@@ -282,7 +400,59 @@ HANDLERS |= {
     torch.allclose: _compare,
     torch.Tensor.equal: _compare,
     torch.Tensor.allclose: _compare,
+    torch.Tensor.shape.__get__: _about_all_ranks(_shape),  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__: _about_all_ranks(_size_bytes),  # type: ignore[attr-defined]
+    torch.Tensor.size: _about_all_ranks(_shape),
+    torch.numel: _about_all_ranks(_count),
+    torch.Tensor.numel: _about_all_ranks(_count),
+    torch.Tensor.nelement: _about_all_ranks(_count),
+    torch.Tensor.__len__: _about_all_ranks(_length),
 }
+_NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+HANDLERS |= {getattr(torch.Tensor, name): _number for name in _NUMBERS}
+_LEAVING = (
+    "numpy", "tolist", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage", "new_tensor"
+)  # fmt: skip
+HANDLERS |= {getattr(torch.Tensor, name): _leaving for name in _LEAVING}
+HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = _leaving
+
+
+# ---- functions that make a tensor from anything, and hand a gradient to none of the above
+
+_CONSTRUCTORS = {"tensor": "aten::tensor", "as_tensor": "aten::as_tensor", "asarray": None}
+
+
+def _constructor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, GradShard):
+            if not _is_local((data,), {}):
+                return refuse(original, (data,), {})
+        elif isinstance(data, list | tuple | PartialNorm):
+            (data,) = finish((data,))
+        return original(data, *args, **kwargs)
+
+    return make
+
+
+def watch_constructors() -> None:
+    """From now on `torch.tensor(gradient)` is refused; norms in `torch.tensor([...])` are of all ranks."""
+    by_device = getattr(_device, "_device_constructors", None)
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    if by_device is None or register is None:
+        return
+    by_device()  # `with torch.device(...)` keeps a set of torch's own
+    for name, builtin in _CONSTRUCTORS.items():
+        original = getattr(torch, name)
+        if hasattr(original, "__wrapped__"):
+            continue
+        wrapped = _constructor(original)
+        wrapped.__module__, wrapped.__qualname__ = "torch", name
+        if builtin is not None:
+            register(wrapped, builtin)  # scripted functions go on calling torch's own
+        setattr(torch, name, wrapped)
+
+
 for _combine_name, _functions in {
     "sum": ("sum", "count_nonzero"),
     "max": ("max", "amax", "any"),

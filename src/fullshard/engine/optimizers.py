@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import norms
+from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.optimizer_trial import Placed, is_compiled_call, try_on_shards
 from fullshard.engine.reduce_buffers import PlainGradients
@@ -128,6 +129,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _require_gradients(live)
     if known.plain_gradients:
         _show_plain_gradients(optimizer)
+    Step.running += bool(live)
     return None
 
 
@@ -165,6 +167,7 @@ def _is_plain(value: Any) -> bool:
 
 @_uncompiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    Step.running = max(0, Step.running - 1)
     plain = _plain_gradients.pop(id(optimizer), None)
     if plain is not None:
         plain.restore()
@@ -177,12 +180,14 @@ def _show_plain_gradients(optimizer: Optimizer) -> None:
 
 
 def _closed(closure: Callable[[], Any], runtimes: list[Runtime], plainly_for: Optimizer | None) -> Any:
+    running, Step.running = Step.running, 0
     if plainly_for is not None:
         _after_step(plainly_for)
     loss = closure()
     _require_gradients(runtimes)
     if plainly_for is not None:
         _show_plain_gradients(plainly_for)
+    Step.running = max(1, running)
     return loss
 
 

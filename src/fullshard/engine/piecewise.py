@@ -18,21 +18,34 @@ isinf isnan isneginf isposinf le lerp log log10 log1p log2 logical_and logical_n
 logical_xor long lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative nextafter
 not_equal ones_like positive pow rand_like randn_like reciprocal relu remainder requires_grad
 resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinh sqrt square sub subtract
-tan tanh threshold to true_divide trunc type_as view_as_real where xlogy zero zeros_like
+tan tanh threshold to true_divide trunc type type_as view_as_real where xlogy zero zeros_like
 """
 _reshapes = """
-__get__ flatten permute ravel reshape squeeze t transpose unsqueeze view view_as
+flatten permute ravel reshape reshape_as squeeze swapaxes swapdims t transpose unflatten unsqueeze view
+view_as
+"""
+_permutes = """
+permute swapaxes swapdims t transpose
 """
 _about = """
-__array__ __deepcopy__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __len__
-__reduce_ex__ __repr__ __set__ __str__ _is_view _typed_storage can_cast data_ptr dim element_size
-get_device has_names is_complex is_conj is_contiguous is_floating_point is_inference is_neg
-is_pinned is_same_size is_shared is_signed is_storage is_tensor item nbytes ndimension nelement
-new_empty new_full new_ones new_tensor new_zeros numel numpy record_stream register_hook result_type
-retain_grad share_memory_ size storage storage_offset stride tolist type untyped_storage
+__deepcopy__ __delete__ __dir__ __dlpack_device__ __format__ __hash__ __repr__ __set__ __str__
+_is_view can_cast data_ptr dim element_size get_device has_names is_complex is_conj is_contiguous
+is_floating_point is_inference is_neg is_pinned is_shared is_signed is_storage is_tensor
+ndimension new_empty new_full new_ones new_tensor new_zeros record_stream register_hook result_type
+retain_grad share_memory_ storage_offset stride
+"""
+_in_place_operators = """
+__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__
+__isub__ __itruediv__ __ixor__ __setitem__
+"""
+_unary = """
+__get__ bfloat16 cpu cuda double float half to type type_as
 """
 
 ELEMENT_WISE = frozenset(_element_wise.split())  # in place, with an underscore behind, too
 RESHAPES = frozenset(_reshapes.split())  # the same elements in another shape
+PERMUTES = frozenset(_permutes.split())  # of these: dimensions in another order
+IN_PLACE_OPERATORS = frozenset(_in_place_operators.split())
 ABOUT = frozenset(_about.split())  # answers about the piece itself
-KNOWN = ELEMENT_WISE | RESHAPES | ABOUT
+KNOWN = ELEMENT_WISE | ABOUT | {"__get__"}
+UNARY = ABOUT | frozenset(_unary.split())  # what else is in their arguments need not fit

@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.watchdog import Operation
-from fullshard.engine.gradients import GradShard, plainly
+from fullshard.engine.gradients import GradShard, local_shape, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.unit import LiveUnit
@@ -146,7 +146,7 @@ def take_over_grads(lane: Lane) -> None:
     ):
         if value is view:
             continue
-        with torch.no_grad():
+        with torch.no_grad(), plainly():
             if value is None:
                 view.zero_()
             elif value.shape == view.shape:
@@ -158,7 +158,7 @@ def take_over_grads(lane: Lane) -> None:
 
 def _foreign(lane: Lane, piece: Piece, value: torch.Tensor) -> GradientError:
     return GradientError(
-        f"{unit_label(lane.unit)}: parameter {piece.name!r} has a gradient of shape {tuple(value.shape)}, "
+        f"{unit_label(lane.unit)}: parameter {piece.name!r} has a gradient of shape {local_shape(value)}, "
         "which is not its shard's",
         "Set p.grad to None before backward, or to a tensor of p's own shape.",
     )

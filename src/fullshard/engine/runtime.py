@@ -25,6 +25,7 @@ from torch import nn
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import transforms
 from fullshard.engine.gather import Gathering, current_task
+from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
 from fullshard.engine.reading import Reading
@@ -297,6 +298,7 @@ class Runtime:
         self.refuse_unseen_backward()
         self.comm.report.check()
         self._follow_user()
+        Step.running = 0  # one that failed has left it
         self._passes += 1
         if self._passes == _SETTLED and self.comm.device.type == "cuda":
             torch.cuda.empty_cache()  # what only the first steps needed: they learn the order, make states
