@@ -198,7 +198,7 @@ _ORDINARY = (torch.Tensor, nn.Parameter, GradShard)
 
 def fitted(func: Callable[..., Any], args: Any, kwargs: Any, many: bool) -> tuple[Any, Any]:
     """Arguments of an element-wise function: norms finished, unsharded operands cut to this rank's part."""
-    if Step.running and many and all(type(a) is list and type(a[0]) in _ORDINARY for a in args):
+    if Step.running and many and all(map(_is_ordinary, args)) and all(map(_is_ordinary, kwargs.values())):
         return args, kwargs  # most steps of most optimizers
     args, kwargs = finish_norms(args), finish_norms(kwargs)
     if Step.running:
@@ -211,12 +211,18 @@ def fitted(func: Callable[..., Any], args: Any, kwargs: Any, many: bool) -> tupl
         fit = partial(_fit, func, found[0], written)
         return tuple(map(fit, args)), {key: fit(value) for key, value in kwargs.items()}
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
-    if len(lists) == 1 or not any(isinstance(tensors[0], torch.Tensor) for tensors in lists[1:]):
+    if not any(isinstance(item, torch.Tensor) for tensors in lists[1:] for item in tensors[:1]):
         return args, kwargs  # beside gradients, numbers only: clipping
     columns = [_fit_column(func, written, column) for column in zip(*lists, strict=True)]
     fit_lists = iter([list(row) for row in zip(*columns, strict=True)] if columns else lists)
     args = tuple(next(fit_lists) if isinstance(a, list | tuple) else a for a in args)
     return args, {k: next(fit_lists) if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+
+
+def _is_ordinary(arg: Any) -> bool:
+    """Whether no norm is in an argument that has many alike."""
+    first = arg[0] if type(arg) is list and arg else arg
+    return type(first) in _ORDINARY or not isinstance(first, torch.Tensor | list | tuple)
 
 
 def _fit_column(func: Callable[..., Any], written: Any, column: tuple[Any, ...]) -> tuple[Any, ...]:
