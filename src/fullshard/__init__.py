@@ -12,7 +12,7 @@ from fullshard.version import VERSION as __version__
 # Public names are imported when they are first used: what needs no torch, such as `fullshard --help`, does
 # not wait for it. Type checkers and editors read the first branch.
 if TYPE_CHECKING:
-    from fullshard.api import accumulate, even_batches, full, inference, plan, shard
+    from fullshard.api import accumulate, even_batches, full, inference, penalty, plan, shard
     from fullshard.checkpoint.load import load
     from fullshard.checkpoint.newest import latest
     from fullshard.checkpoint.save import save
@@ -34,6 +34,7 @@ else:
             "inference": "fullshard.api",
             "latest": "fullshard.checkpoint.newest",
             "load": "fullshard.checkpoint.load",
+            "penalty": "fullshard.api",
             "plan": "fullshard.api",
             "save": "fullshard.checkpoint.save",
             "shard": "fullshard.api",
@@ -51,6 +52,7 @@ __all__ = [
     "inference",
     "latest",
     "load",
+    "penalty",
     "plan",
     "save",
     "shard",

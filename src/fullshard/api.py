@@ -16,6 +16,7 @@ from fullshard import environment, model_libraries
 from fullshard.build import build
 from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
+from fullshard.engine import penalties
 from fullshard.engine.inference import Kept
 from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
@@ -267,6 +268,21 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reduction.postponing = before
+
+
+@checked_keywords(dict.fromkeys(("fn", "function", "func", "penalty"), "Write term=function."))
+def penalty(model: nn.Module, term: Callable[[str, torch.Tensor], Any]) -> torch.Tensor:
+    """A penalty on parameters for the loss (L1, L2, EWC): the sum of `term(name, p)` over all of them.
+
+    term: is given each parameter between passes, and returns a tensor of its shape, the elements of which
+        are summed, or the sum itself: `lambda name, p: p.abs()`, `lambda name, p: p.norm()`,
+        `lambda name, p: fisher[name] * (p - start[name]).square()`. What it combines with `p` has the
+        unsharded shape, or was made from the parameter or its gradient. What cannot be right is refused.
+
+    The value is that of one process, on every rank, and backward adds its gradient. All ranks must call it,
+    after the forward, and use it in the loss alike.
+    """
+    return penalties.penalty(runtime_of(model), model, term)
 
 
 @checked_keywords(dict.fromkeys(("loader", "dataloader", "data", "iterable"), "Write batches=loader."))

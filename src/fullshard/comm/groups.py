@@ -199,6 +199,13 @@ class Comm:
         """Sum over the ranks that hold different shards; returns the summed tensor."""
         return self._small(values, dist.ReduceOp.SUM)
 
+    def mean_everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over all members, replicas included."""
+        self.sum_shards(values)
+        if self._replica_group is not None:
+            self._all_reduce(values, dist.ReduceOp.SUM, self._replica_group)
+        return values.div_(self.all_ranks)
+
     def max_everywhere(self, values: torch.Tensor) -> None:
         """Maximum over all members, replicas included, in place."""
         self.max_shards(values)

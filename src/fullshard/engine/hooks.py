@@ -334,8 +334,8 @@ class RestGuard:
         raise AtRestError(
             f"parameter {self.name!r} of {unit_label(self.unit)} was used in the loss while at rest, where it"
             " holds only this rank's elements",
-            "Compute with parameters inside the model's forward; for a penalty on weights use the "
-            "optimizer's weight_decay.",
+            "Compute with parameters inside the model's forward; for a penalty on weights use "
+            "fs.penalty(model, lambda name, p: p.abs()), or the optimizer's weight_decay.",
         )
 
 

@@ -176,7 +176,39 @@ def _norm_call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if func is torch.linalg.norm and order is not None and gradient.dim() > 1:
         return refuse(func, args, kwargs)  # that is a matrix norm
     with plainly():
+        if gradient.part.requires_grad:
+            return _differentiable_norm(gradient, _order(order), func, given.get("dtype"))
         return _local_norms([gradient], _order(order), given.get("dtype"))[0]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks of what each computed from its elements. Each is one term: its gradient passes."""
+
+    @staticmethod
+    def forward(_: Any, local: torch.Tensor, comm: Comm) -> torch.Tensor:
+        return comm.sum_shards(local.detach().clone())
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def sum_over_ranks(local: torch.Tensor, comm: Comm) -> torch.Tensor:
+    if local.requires_grad:
+        return _SumOverRanks.apply(local, comm)  # type: ignore[no-any-return,no-untyped-call]
+    return comm.sum_shards(local.clone())
+
+
+def _differentiable_norm(
+    shard: GradShard, order: float, func: Callable[..., Any], dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Of a parameter in a penalty; of zeros it has the gradient zero, as torch's own."""
+    if order in (0.0, float("inf")):
+        return refuse(func, (shard,), {})  # type: ignore[no-any-return]
+    part = shard.part if dtype is None else shard.part.to(dtype)
+    total = sum_over_ranks(part.abs().pow(order).sum(), shard.comm)
+    positive = total > 0
+    return torch.where(positive, total, 1).pow(1 / order) * positive
 
 
 def _foreach_norm(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -219,9 +251,13 @@ def _reduction(combine: str) -> Callable[..., Any]:
                 return relabel(torch.add, func(*args, **kwargs), args, kwargs)
         if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
             return refuse(func, args, kwargs)
+        if gradient.part.requires_grad and combine != "sum" and name_of(func) not in ("any", "all"):
+            return refuse(func, args, kwargs)  # its gradient is that of one element, on one rank
         with plainly():
             if name_of(func) in ("any", "all") and not gradient.part.numel():
                 out = torch.tensor(name_of(func) == "all", device=gradient.device)
+            elif combine == "sum":
+                return sum_over_ranks(func(gradient.part, **options), gradient.comm)
             else:
                 out = func(gradient.part if gradient.part.numel() else _neutral(combine, gradient), **options)
             flags = out.dtype is torch.bool
@@ -233,8 +269,6 @@ def _reduction(combine: str) -> Callable[..., Any]:
 
 
 def _neutral(combine: str, gradient: torch.Tensor) -> torch.Tensor:
-    if combine == "sum":
-        return gradient.new_zeros(1)
     if gradient.dtype is torch.bool:
         return gradient.new_full((1,), combine == "min")
     return gradient.new_full((1,), float("-inf") if combine == "max" else float("inf"))

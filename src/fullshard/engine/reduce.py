@@ -34,6 +34,7 @@ from fullshard.engine.observer import Observer
 from fullshard.engine.reduce_buffers import (
     InFlight,
     LaneReduction,
+    Penalised,
     SendBuffer,
     check_repeated,
     copy_into,
@@ -74,6 +75,8 @@ class Reduction:
         self.absent = False  # this rank has run out of data: it sends zeros
         self.active_ranks = comm.all_ranks
         self.postponed = False  # gradients wait for the last micro-batch
+        self.penalties: list[tuple[torch.Tensor, Sequence[Penalised]]] = []  # of this backward
+        self._penalised: list[LaneReduction] = []  # lanes with gradients of penalties
         self._not_finite: list[str] = []  # parameters whose local gradients are not finite
 
     # ---- begin
@@ -319,6 +322,7 @@ class Reduction:
     def finish(self) -> None:
         """Set `p.grad`, or postpone it to the last micro-batch."""
         self._drain()
+        self._take_penalties()
         if self.postponing and (self._options.accumulates_locally or self._comm.replicas > 1):
             self._postpone()
             return
@@ -332,6 +336,12 @@ class Reduction:
             check_repeated(self._comm, reductions)
         if self._options.replicated:
             self._regather(reductions)
+        for reduction in self._penalised:
+            if any(reduction is other for other in reductions):
+                reduction.add_penalties()
+            else:
+                reduction.assign_penalties()
+        self._penalised.clear()
         listeners = []
         for reduction, flags in zip(reductions, used, strict=True):
             lane = reduction.lane
@@ -356,6 +366,27 @@ class Reduction:
         for operation in in_flight:
             if operation is not None:
                 operation.wait()
+
+    def finish_penalties(self) -> None:
+        """The backward of a penalty alone is over."""
+        self._take_penalties()
+        waiting = [r for r in self._penalised if r.lane.gradients and r.lane.gradients.holder.postponed]
+        for reduction in self._penalised:
+            if reduction not in waiting:
+                reduction.assign_penalties()
+        self._penalised = waiting
+
+    def _take_penalties(self) -> None:
+        """What this backward brought, each times the mean of its factor over ranks: a collective."""
+        if not self.penalties:
+            return
+        factors = torch.stack([factor for factor, _ in self.penalties]).to(torch.float64)
+        by_lane = {id(r.lane): r for unit in self._units for r in unit}
+        for factor, (_, terms) in zip(self._comm.mean_everywhere(factors), self.penalties, strict=True):
+            for lane, index, gradient in terms:
+                by_lane[id(lane)].add_penalty(index, gradient * factor.to(gradient.dtype))
+        self._penalised = [r for r in by_lane.values() if r.penalties]
+        self.penalties.clear()
 
     def _postpone(self) -> None:
         """`p.grad` becomes a token: it refuses to be read, and removing it drops what has accumulated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,14 @@ from fullshard.errors import GradientError, unit_label
 from fullshard.plan.layout import Piece
 
 _grad = attrgetter("grad")
+
+
+class Penalised(NamedTuple):
+    """The gradient of a penalty with respect to this rank's elements of one parameter of a lane."""
+
+    lane: Lane
+    parameter: int
+    gradient: torch.Tensor
 
 
 class SendBuffer:
@@ -90,6 +98,7 @@ class LaneReduction:
     accumulated_shard: torch.Tensor | None = None  # hybrid: sums that were not yet added over replicas
     used: list[bool] | None = None
     residual: torch.Tensor | None = None  # what 8-bit gradients have left out so far
+    penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of penalties, by index
     wire: Wire = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,9 +106,36 @@ class LaneReduction:
 
     def drop_accumulated(self) -> None:
         self.accumulated_shard = self.used = None
+        self.penalties.clear()
         self.has_accumulated = False
         if self.accumulation is not None:
             self.accumulation.close()
+
+    def add_penalty(self, index: int, gradient: torch.Tensor) -> None:
+        before = self.penalties.get(index)
+        self.penalties[index] = gradient if before is None else before + gradient
+        self.note([i == index for i in range(len(self.lane.parameters))])
+
+    def add_penalties(self) -> None:
+        """Every rank computed those of its own elements completely: they join the mean as they are."""
+        gradients = self.lane.gradients
+        assert gradients is not None
+        with plainly():
+            for index, gradient in self.penalties.items():
+                gradients.views[index].add_(gradient)
+        self.penalties.clear()
+
+    def assign_penalties(self) -> None:
+        """The same without a backward of the unit."""
+        take_over_grads(self.lane)
+        gradients, parameters = self.lane.gradients, self.lane.parameters
+        assert gradients is not None
+        for index in self.penalties:
+            if parameters[index].grad is None:
+                gradients.views[index].zero_()
+            parameters[index].grad = gradients.views[index]
+        self.used = None
+        self.add_penalties()
 
     def note(self, used: Sequence[bool]) -> None:
         if self.unit.policy.zero_unused and any(used):

@@ -30,6 +30,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
 from fullshard.engine.reading import Reading
 from fullshard.engine.reduce import Reduction
+from fullshard.engine.reduce_buffers import Penalised
 from fullshard.engine.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
 from fullshard.engine.unit import NO_TASK, LiveUnit, State
 from fullshard.environment import return_memory_to_system
@@ -93,6 +94,7 @@ class Runtime:
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
         self._tasks: list[int] = []
+        self._penalised_task = NO_TASK  # the backward that has brought a penalty
         self._passes = 0
         self._outermost = self.root  # the unit whose forward is, or was, around all that run
         self._written: list[LiveUnit] = []  # in the running pass, not settled yet
@@ -101,6 +103,7 @@ class Runtime:
         self._readings: dict[int, Reading] = {}
         self.steps = 0  # optimizer steps taken on these parameters
         self._values = self._values_in_backward = (0, 0)
+        self._anchor: torch.Tensor | None = None
         self._observer: Observer | None = None
         for unit in self.units:
             unit.duplicate = self._duplicate
@@ -299,6 +302,8 @@ class Runtime:
         self.comm.report.check()
         self._follow_user()
         Step.running = 0  # one that failed has left it
+        self._penalised_task = NO_TASK
+        self.reduction.penalties.clear()
         self._passes += 1
         if self._passes == _SETTLED and self.comm.device.type == "cuda":
             torch.cuda.empty_cache()  # what only the first steps needed: they learn the order, make states
@@ -679,6 +684,29 @@ class Runtime:
                         "Shard without checkpoint_activations, or write it between steps.",
                     )
             lane.writes.forget()
+
+    # ---- penalties on parameters at rest
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """What autograd sees instead of the parameters at rest in a penalty."""
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=self.comm.device, requires_grad=True)
+        return self._anchor
+
+    def penalised(self, terms: Sequence[Penalised], factor: torch.Tensor) -> None:
+        """A backward has come to a penalty. Its gradients are added when it is over."""
+        self.reduction.penalties.append((factor, terms))
+        if self._penalised_task != current_task():
+            self._penalised_task = current_task()
+            _at_end_of_task(self._end_penalties)
+
+    def _end_penalties(self) -> None:
+        """If the model took part in this backward, its end adds them; if not, they are all there is."""
+        self._penalised_task = NO_TASK
+        if self.gathering.backward is None:
+            with torch.no_grad():
+                self.reduction.finish_penalties()
 
     # ---- fs.full
 
