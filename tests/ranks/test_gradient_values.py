@@ -121,8 +121,6 @@ LEAVES: dict[str, Callable[[Tensor], Any]] = {
     "float": lambda g: float(g),
     "truth": lambda g: bool(g),
     "rows": lambda g: list(g),
-    "storage": lambda g: g.storage(),
-    "memory": lambda g: g.untyped_storage(),
     "another library": lambda g: torch.from_dlpack(g),
     "tensor": lambda g: torch.tensor(g),
     "tensor of another type": lambda g: torch.as_tensor(g, dtype=torch.float64),

@@ -66,7 +66,7 @@ class Cut:
 
 
 def operand(cut: Cut | None, local: tuple[int, ...], value: torch.Tensor) -> torch.Tensor | str:
-    """This rank's elements of an operand of an element-wise function, or why they cannot be told.
+    """This rank's elements of an operand of an element-wise function, or why they are unknown.
 
     It has the unsharded shape, or broadcasts to it, or is of this rank's elements (`local`) already.
     """

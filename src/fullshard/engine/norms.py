@@ -444,9 +444,7 @@ HANDLERS |= {
 }
 _NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
 HANDLERS |= {getattr(torch.Tensor, name): _number for name in _NUMBERS}
-_LEAVING = (
-    "numpy", "tolist", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage", "new_tensor"
-)  # fmt: skip
+_LEAVING = ("numpy", "tolist", "__array__", "__dlpack__", "new_tensor")
 HANDLERS |= {getattr(torch.Tensor, name): _leaving for name in _LEAVING}
 HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = _leaving
 

@@ -29,10 +29,12 @@ permute swapaxes swapdims t transpose
 """
 _about = """
 __deepcopy__ __delete__ __dir__ __dlpack_device__ __format__ __hash__ __repr__ __set__ __str__
-_is_view can_cast data_ptr dim element_size get_device has_names is_complex is_conj is_contiguous
+_is_view _typed_storage can_cast data_ptr dim element_size get_device has_names is_complex is_conj
+is_contiguous
 is_floating_point is_inference is_neg is_pinned is_shared is_signed is_storage is_tensor
 ndimension new_empty new_full new_ones new_tensor new_zeros record_stream register_hook result_type
-retain_grad share_memory_ storage_offset stride
+retain_grad share_memory_ storage storage_offset stride
+untyped_storage
 """
 _in_place_operators = """
 __iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__
