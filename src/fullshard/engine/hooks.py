@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine import direct, transforms
+from fullshard.engine.autograd_inputs import watch_inputs
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
 from fullshard.engine.norms import watch_constructors
@@ -359,6 +360,7 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
         _attach_inside(runtime, unit)
     watch_data()
     watch_constructors()
+    watch_inputs()
     runtime.watch_sites()
     runtime.guard = guard
     guard(runtime)
