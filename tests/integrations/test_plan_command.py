@@ -20,7 +20,7 @@ import ranks
 from fullshard import extras
 from fullshard.errors import OptionError
 from fullshard.tools import cli
-from fullshard.tools.planning import sizes, subjects
+from fullshard.tools.planning import sizes, subjects, tracing
 from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.answers import Answer, Question, answer
 from fullshard.tools.planning.decoder import Decoder
@@ -130,6 +130,21 @@ def test_size_is_followed_as_the_model_that_transformers_builds(kind: str) -> No
         more = 0.08 if kind == "mixtral" else 0.01  # how many tokens each expert gets is assumed
         for one, other in zip(found.needs, real.needs, strict=True):
             assert -0.01 < one.peak / other.peak - 1 < more, (recompute, one.strategy)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_operators_that_are_computed_once_leave_the_plan_as_it_is(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subjects.decoder(kind, KINDS[kind][1], Batch(2, 64))
+    question = Question(memory_bytes=2**40, recompute=True)
+    once = answer(subject, question)
+    monkeypatch.setattr(
+        tracing._Operators, "call", lambda _, operator, args, kwargs: operator(*args, **kwargs)
+    )
+    every_time = answer(subject, question)
+    assert once.needs == every_time.needs
+    assert once.saved_bytes == every_time.saved_bytes
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "llama_3_8b", "llama3-8b", "llama-3.1-8b"])

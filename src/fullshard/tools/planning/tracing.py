@@ -46,11 +46,67 @@ class Moment:
     end_bytes: int
 
 
+class _Operators:
+    """Operators on the meta device, computed once for all calls with the same kinds of arguments.
+
+    The layers of a model are alike. To find the shape of a result takes up to 600 us, because torch does it
+    in Python; to make a tensor of a known shape takes a few.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        self._makes: dict[Any, bool] = {}  # by operator: False if it does not just make one tensor
+
+    def call(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        if not self._makes.setdefault(operator, True):
+            return operator(*args, **kwargs)
+        try:
+            key = operator, _kind(args), _kind(kwargs)
+            known = self._results.get(key)
+        except TypeError:  # a value that has no hash
+            return operator(*args, **kwargs)
+        if known is not None:
+            return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+        out = operator(*args, **kwargs)
+        if not _makes_one_tensor(operator._schema) or _shares(out, (args, kwargs)):
+            self._makes[operator] = False
+        elif out.device.type == "meta":
+            self._results[key] = (out.size(), out.stride(), out.dtype)
+        return out
+
+
+def _makes_one_tensor(schema: Any) -> bool:
+    mentioned = (*schema.arguments, *schema.returns)
+    return [str(one.type) for one in schema.returns] == ["Tensor"] and not any(
+        one.alias_info for one in mentioned
+    )
+
+
+def _shares(out: Tensor, arguments: Any) -> bool:
+    """Whether the result is a view after all: `_unsafe_view` is one, and its schema does not have it."""
+    storage = out.untyped_storage()._cdata
+    return any(
+        isinstance(x, Tensor) and x.untyped_storage()._cdata == storage for x in tree_leaves(arguments)
+    )
+
+
+def _kind(value: Any) -> Any:
+    """What the shape of a result depends on: equal for arguments that differ in their values alone."""
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((name, _kind(each)) for name, each in value.items())
+    return type(value), value  # 1 and 1.0 are equal, and their results differ
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts the bytes of all storages that operators make, until they are freed."""
 
     def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._operators = _Operators()
         self._known: dict[int, Any] = {}
         self._outside = {t.untyped_storage()._cdata for t in parameters}
         self.moments: list[Moment] = []
@@ -61,8 +117,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             self._count(buffer.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
+        out = self._operators.call(func, args, kwargs or {})
+        for value in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(value, Tensor):
                 self._count(value.untyped_storage())
         return out
