@@ -133,7 +133,7 @@ class Result:
     logits: torch.dtype | None = None
 
 
-def cases_for(num_ranks: int) -> list[Case]:
+def all_cases(num_ranks: int) -> list[Case]:
     """Everything on two ranks; on one, three and four what the number of ranks could change."""
     everything = num_ranks == 2
     plain = [Case(strategy) for strategy in STRATEGIES]
@@ -156,6 +156,39 @@ def cases_for(num_ranks: int) -> list[Case]:
     low = [replace(case, precision=p) for case in plain + hybrid[-1:] for p in ("bf16", "fp16")]
     chosen = [Case(s, precision=p) for s in ("zero1", "zero3") for p in PRECISION_NAMES if everything]
     return list(dict.fromkeys(plain + defaults + hybrid + variants + accumulating + low + chosen))
+
+
+def is_core(num_ranks: int, case: Case) -> bool:
+    """Whether a case is in the normal suite; the others are long, and repeat the pairs of options of these.
+
+    On two ranks every pair of strategy, precision, prefetch and checkpoint occurs, and every strategy
+    accumulates both ways. On other numbers of ranks every value of each occurs, and every mesh.
+    """
+    always = case.strategy in ("zero3", "hybrid")  # others take turns with what varies
+    turn = (*STRATEGIES, "hybrid").index(case.strategy) % 2 == num_ranks % 2
+    if case.again:
+        return case.postpone == turn and (always or num_ranks == 2)
+    if case.micro_batches > 1:
+        return case.postpone == turn or num_ranks == 2
+    if case.precision in PRECISION_NAMES:
+        return case.strategy == "zero3" or case.precision.wire is torch.bfloat16
+    if num_ranks == 2:
+        return (case.precision == "bf16") ^ case.prefetch ^ case.checkpoint or plainly_low(case)
+    if case.precision != "fp32" or case.defaults:
+        return always or (case.precision == "bf16") == turn
+    return plainly(case) or always or turn
+
+
+def plainly(case: Case) -> bool:
+    return case.prefetch and not case.checkpoint
+
+
+def plainly_low(case: Case) -> bool:
+    return plainly(case) and case.precision in ("bf16", "fp16")
+
+
+def cases_for(num_ranks: int, core: bool) -> list[Case]:
+    return [case for case in all_cases(num_ranks) if is_core(num_ranks, case) == core]
 
 
 # --- on a rank ----------------------------------------------------------------------------------------
@@ -240,14 +273,19 @@ def _mesh(shape: str) -> Any:
 
 
 @lru_cache
-def results(num_ranks: int) -> list[dict[Case, Result]]:
-    return ranks.run(train_all, num_ranks, cases_for(num_ranks), timeout_s=120.0)  # type: ignore[no-any-return]
+def _results(num_ranks: int, core: bool) -> list[dict[Case, Result]]:
+    return ranks.run(train_all, num_ranks, cases_for(num_ranks, core), timeout_s=120.0)  # type: ignore[no-any-return]
+
+
+def results(num_ranks: int, case: Case) -> list[Result]:
+    """Of a case, by rank."""
+    return [found[case] for found in _results(num_ranks, is_core(num_ranks, case))]
 
 
 @lru_cache
 def trace_of(num_ranks: int, case: Case) -> Trace:
     """The ranks' traces as one; that they agree on norms and parameters is checked on the way."""
-    return reference.combine([result[case].trace for result in results(num_ranks)])
+    return reference.combine([result.trace for result in results(num_ranks, case)])
 
 
 @lru_cache
@@ -288,13 +326,18 @@ def mixed(num_ranks: int, precision: torch.dtype, skip: int | None = None) -> Tr
     return Trace(losses, norms, reference.whole_parameters(model))
 
 
-def select(which: Callable[[Case], bool]) -> Any:
-    """Parametrise over all (rank count, case) that `which` picks."""
-    found: list[tuple[int, Case]] = [
-        (n, c) for n in RANK_COUNTS for c in cases_for(n) if which(c) and not c.again
+def select(which: Callable[[Case], bool], again: int = 0) -> Any:
+    """Parametrise over all (rank count, case) that `which` picks; `again`: that run a second time."""
+    found = [
+        pytest.param(
+            n, c, id=f"{n}-{c}", marks=[] if is_core(n, replace(c, again=again)) else pytest.mark.long
+        )
+        for n in RANK_COUNTS
+        for c in all_cases(n)
+        if which(c) and not c.again
     ]
     assert found
-    return pytest.mark.parametrize(("num_ranks", "case"), found, ids=[f"{n}-{c}" for n, c in found])
+    return pytest.mark.parametrize(("num_ranks", "case"), found)
 
 
 def same_bits(a: Trace, b: Trace) -> None:
@@ -334,7 +377,7 @@ def test_accumulation_is_one_batch_to_rounding(num_ranks: int, case: Case) -> No
     reference.assert_close_trace(trace_of(num_ranks, case), expected())
 
 
-@select(lambda case: case.micro_batches > 1)
+@select(lambda case: case.micro_batches > 1, again=1)
 def test_accumulation_repeats_bit_for_bit(num_ranks: int, case: Case) -> None:
     same_bits(trace_of(num_ranks, case), trace_of(num_ranks, replace(case, again=1)))
 
@@ -359,14 +402,14 @@ def test_fp16_with_an_inf_on_one_rank_follows_fp32_without_that_step(num_ranks: 
 @select(lambda case: case.precision == "fp16")
 def test_an_inf_on_one_rank_halves_the_scale_on_all(num_ranks: int, case: Case) -> None:
     halved = FIRST_SCALE / 2
-    for result in results(num_ranks):
-        assert result[case].scales == [FIRST_SCALE, halved, halved]
+    for result in results(num_ranks, case):
+        assert result.scales == [FIRST_SCALE, halved, halved]
 
 
 @select(lambda case: True)
 def test_masters_gradients_and_optimizer_state_are_fp32(num_ranks: int, case: Case) -> None:
-    for result in results(num_ranks):
-        for what, dtypes in result[case].dtypes.items():
+    for result in results(num_ranks, case):
+        for what, dtypes in result.dtypes.items():
             assert dtypes == {torch.float32}, what
 
 
@@ -387,7 +430,7 @@ def test_a_bf16_wire_rounds_the_gradients_and_nothing_else(num_ranks: int, case:
 def test_outputs_have_the_dtype_asked_for(num_ranks: int, case: Case) -> None:
     precision = case.precision
     asked = torch.bfloat16 if precision == "bf16" else precision.outputs or precision.compute or torch.float32
-    assert {result[case].logits for result in results(num_ranks)} == {asked}
+    assert {result.logits for result in results(num_ranks, case)} == {asked}
 
 
 @lru_cache
