@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 # Four files at a time: tests of several ranks wait a part of their time, and a file shares what it has computed.
 WORKERS ?= 4
 
+# Hundreds of processes import the package in a test run: without its byte code each would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # Not in every checkout from the first day, so only those that are there.
@@ -49,7 +52,7 @@ test-pure: env
 test: env lint types ## Lint, type check and test: what the CI runs
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing
+test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing, and the rest of large tables
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: env ## Check the style, change nothing

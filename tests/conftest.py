@@ -15,6 +15,10 @@ for folder in (*sorted(HERE.glob("[a-z]*")), HERE.parent / "src"):
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+import warm  # noqa: E402 (found by the paths above)
+
+warm.session()  # before pytest-xdist starts its workers, which share this one's servers
+
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)
 
@@ -37,7 +41,6 @@ LONGEST_FIRST = (
     "test_checkpoint_any",
     "test_hf_options",
     "test_checkpoint_hugging_face",
-    "test_lightning_launch",
     "test_slow_link",
 )
 

@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import hf_runs
 import ranks
+import warm
 
 TESTS = Path(__file__).parents[1] / "support"
 SCRIPT = """
@@ -59,14 +59,15 @@ def test_script_with_one_more_import_trains_under_torchrun_as_it_does_alone(tmp_
     plain.write_text(text)
     ours.write_text("import fullshard.hugging_face\n" + text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    folder = warm.commands("transformers")
+    torchrun = [f"{folder}/torchrun", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--log-dir", str(tmp_path / "logs")]
     sharding = ["--fsdp", "full_shard auto_wrap", "--per_device_train_batch_size", "1"]
     alone = ["--per_device_train_batch_size", "2", "--use_cpu"]
     commands = [
         # On ranks without a GPU neither --use_cpu nor anything else is needed.
         [*torchrun, str(ours), *OPTIONS, *sharding, "--output_dir", str(tmp_path / "two")],
-        [sys.executable, str(plain), *OPTIONS, *alone, "--output_dir", str(tmp_path / "one")],
+        [f"{folder}/python", str(plain), *OPTIONS, *alone, "--output_dir", str(tmp_path / "one")],
     ]
     running = [
         subprocess.Popen(

@@ -77,6 +77,14 @@ def pages() -> list[Page]:
     ]
 
 
+def library_of(page: Page) -> str:
+    """The library that a page is about: ranks that have it imported already start sooner."""
+    code = "\n".join(block.code for block in page.blocks if block.kind == "python")
+    if "transformers" in code or "accelerate" in code:
+        return "onnx" if "onnx" in code else "transformers"
+    return "lightning" if "lightning" in code else ""
+
+
 def options_of(command: str) -> set[str]:
     return set(re.findall(r"(?<!\S)--[a-z][\w-]*", command))
 

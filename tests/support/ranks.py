@@ -29,6 +29,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +41,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import warm
 
 __all__ = ["Outcome", "RankError", "RankFailure", "outcome", "run"]
 
@@ -55,13 +58,12 @@ COMMON = [
     "fullshard.checkpoint.save",
     "fullshard.data",
 ]
-MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "t5")]
-PRELOADED = {
-    "": COMMON,
-    "transformers": [*COMMON, "transformers", "transformers.trainer", "accelerate", "peft", *MODELS],
-    "lightning": [*COMMON, "lightning"],
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    **warm.LIBRARIES,
+    "onnx": (*warm.TRANSFORMERS, "torch.onnx", "onnx", "onnxscript", "onnxruntime"),
 }
 ABOUT = dict.fromkeys(("transformers", "accelerate", "peft", "zoo", "hf_runs"), "transformers")
+ABOUT |= {"onnxruntime": "onnx"}
 ABOUT |= dict.fromkeys(("lightning", "lightning_cases"), "lightning")
 GRACE_S = 5.0  # what the others get to come to an end after one rank has failed
 # A limit ends a hang; it does not measure the machine, which may be several times slower when it is busy.
@@ -140,11 +142,13 @@ def outcome(
     grace_s: float | None = None,
     init: bool = False,
     fresh: bool = False,
+    library: str | None = None,
 ) -> Outcome:
     """`fn(*args)` on `ranks` processes, whatever comes of it.
 
     `init` starts a gloo process group first. With `fresh` a rank's process ends when `fn` returns, as a
-    script's would; otherwise it stays for the next run.
+    script's would; otherwise it stays for the next run. `library`, which ranks have imported already, is by
+    default that of the test file.
     """
     fresh = fresh or bool(os.environ.get("FULLSHARD_TEST_FRESH"))
     if timeout_s >= SHORT_S:
@@ -152,7 +156,9 @@ def outcome(
     if fresh:
         _pool.end()
     # A process that ends with its run imports what it needs itself, as a script would.
-    workers = _pool.first(ranks, "" if fresh else _library(fn.__module__))
+    if library is None:
+        library = "" if fresh else _library(fn.__module__)
+    workers = _pool.first(ranks, library)
     port = free_port()
     for rank, worker in enumerate(workers):
         environment = _environment(rank, ranks, port)
@@ -232,11 +238,40 @@ def _library(module: str) -> str:
     return next((ABOUT[name] for name in imported if name in ABOUT), "")
 
 
+class _Server(forkserver.ForkServer):
+    """Forks ranks for all processes of a test session; the first that needs it starts it."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._library = library
+
+    def ensure_running(self) -> None:
+        if self._forkserver_alive_fd is None:
+            with warm.starting(f"ranks-{self._library}") as address:
+                if not address.exists():
+                    self._start(address)
+            self._forkserver_address, self._forkserver_alive_fd = str(address), warm.alive()
+
+    def _start(self, address: Path) -> None:
+        imported = [*COMMON, *LIBRARIES[self._library]]
+        alive = warm.alive()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(100)
+            code = "from multiprocessing.forkserver import main; "
+            code += f"main({listener.fileno()}, {alive}, {imported!r}, sys_path={sys.path!r})"
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=(listener.fileno(), alive),
+                env=warm.ENVIRONMENT,
+                start_new_session=True,
+            )
+        os.close(alive)
+
+
 @functools.cache
-def _server(library: str) -> forkserver.ForkServer:
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(PRELOADED[library])
-    return server
+def _server(library: str) -> _Server:
+    return _Server(library)
 
 
 @contextlib.contextmanager
@@ -272,7 +307,7 @@ class _Pool:
         ours, theirs = context.Pipe()
         stacks = Path(self.folder.name) / f"stacks-{self.count}"
         self.count += 1
-        with _one_thread_environment(), _forking_from(_server(self.library)):
+        with _forking_from(_server(self.library)):
             process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
         theirs.close()
@@ -286,20 +321,6 @@ class _Pool:
 
 _pool = _Pool()
 atexit.register(_pool.end)
-
-
-@contextlib.contextmanager
-def _one_thread_environment() -> Iterator[None]:
-    # The fork server inherits it when it starts; OpenMP reads it when torch is imported there.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _collect(workers: list[_Worker], timeout_s: float, grace_s: float) -> Outcome:

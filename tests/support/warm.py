@@ -3,13 +3,19 @@
 `commands()` gives a folder to put first in PATH: its `python`, `torchrun` and `fullshard` do what their
 namesakes do, but in a process that is forked from one which has imported torch already. It has its own
 arguments, environment, folder, standard streams and exit status; signals are passed on to it, and it is
-killed with the command that asked for it. fullshard itself is imported by each process.
+killed with the command that asked for it. fullshard itself is imported by each process. `commands(library)`
+has that library imported too, which saves seconds per process that uses it.
+
+Servers start when they are first needed, one for all processes of a test session (`-n 4` are five of them),
+and end with the session.
 
 Not for tests of process starts, of imports, or of namespaces: those use `sys.executable`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -22,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +44,14 @@ PRELOADED = (
     "typer",
     "rich.console",
 )
+TRANSFORMERS = (
+    "transformers",
+    "transformers.trainer",
+    "accelerate",
+    "peft",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "t5")),
+)
+LIBRARIES = {"": (), "transformers": TRANSFORMERS, "lightning": ("lightning",)}
 COMMANDS: dict[str, str] = {
     "python": "",
     "python3": "",
@@ -44,30 +59,60 @@ COMMANDS: dict[str, str] = {
     "fullshard": "-m fullshard",
 }
 CLIENT = Path(__file__).with_name("warm_client.py")
-_kept: list[
-    Any
-] = []  # as long as this process lives; the server ends when it sees the end of its standard input
+SESSION = "FULLSHARD_TEST_SESSION"  # the environment variable with the folder of its servers
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # of servers: none of what a test sets
+_kept: list[Any] = []  # as long as this process lives
 
 
 @functools.cache
-def commands() -> str:
-    """The folder of the commands."""
-    folder = tempfile.TemporaryDirectory(prefix="fullshard-warm-")
+def session() -> Path:
+    """The folder of the servers. They end when they see the end of `alive`: when the first process ends."""
+    if SESSION not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="fullshard-tests-")
+        os.mkfifo(f"{folder.name}/alive")
+        _kept.extend((folder, os.open(f"{folder.name}/alive", os.O_RDWR)))
+        os.environ[SESSION] = folder.name
+    return Path(os.environ[SESSION])
+
+
+def alive() -> int:
+    """A file descriptor from which nothing can be read until the session ends."""
+    return os.open(session() / "alive", os.O_RDONLY | os.O_NONBLOCK)
+
+
+@contextlib.contextmanager
+def starting(name: str) -> Iterator[Path]:
+    """The place of a server, which no other process starts meanwhile."""
+    with open(session() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield session() / name
+
+
+@functools.cache
+def commands(library: str = "") -> str:
+    """The folder of the commands, whose processes have a library imported."""
+    with starting(f"commands-{library}") as folder:
+        if not folder.exists():
+            folder.mkdir()
+            _start(folder, library)
+    return str(folder)
+
+
+def _start(folder: Path, library: str) -> None:
     for name, words in COMMANDS.items():
-        path = Path(folder.name) / name
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder.name}/socket {words} "$@"\n')
+        path = folder / name
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder}/socket {words} "$@"\n')
         path.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, folder.name],
-        stdin=subprocess.PIPE,
+        [sys.executable, __file__, str(folder), library],
+        stdin=alive(),
         stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         start_new_session=True,
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    _kept.extend((folder, server))
-    return folder.name
+    _kept.append(server)
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
@@ -117,6 +162,7 @@ class Server:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
+                    signal.set_wakeup_fd(-1)
                     self._kill(list(self.running))
                     return None
                 if key.fileobj is self.ended:
@@ -197,8 +243,8 @@ def become(request: Request, python: str) -> None:
         runpy.run_path(start, run_name="__main__")
 
 
-def main(folder: str) -> None:
-    for module in PRELOADED:
+def main(folder: str, library: str) -> None:
+    for module in (*PRELOADED, *LIBRARIES[library]):
         importlib.import_module(module)
     gc.freeze()
     server = Server(f"{folder}/socket")
@@ -210,4 +256,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
