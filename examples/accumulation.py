@@ -16,7 +16,7 @@ from fullshard.training.gpt import GPT, GPTConfig
 
 NUM_STEPS = 10
 NUM_MICRO_BATCHES = 4
-BATCH_SIZE = 8  # per rank and micro-batch
+BATCH_SIZE = 2  # per rank and micro-batch
 CONFIG = GPTConfig(num_layers=2, num_heads=4, width=64, context=64, vocabulary=256)
 
 

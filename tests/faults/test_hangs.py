@@ -39,15 +39,16 @@ class Ended:
 
 
 def _run(case: str, folder: Path) -> Ended:
-    """Rank 0 to its end; then rank 1 gets seconds to end by itself, unless it is stopped."""
+    """Rank 0 to its end; then rank 1, if it is not the one that is stuck or gone."""
     folder.mkdir()
     port, ended = ranks.free_port(), Ended()
     processes = [_start(case, folder, rank, port) for rank in range(2)]
     with ThreadPoolExecutor(4) as readers:
         errors = [readers.submit(_timed_lines, process) for process in processes]
         outputs = [readers.submit(process.stdout.read) for process in processes]  # type: ignore[union-attr]
+        limits_s = (LIMIT_S, 1.0 if CASES[case].error else 20.0)
         try:
-            for process, limit_s in zip(processes, (LIMIT_S, 20.0), strict=True):
+            for process, limit_s in zip(processes, limits_s, strict=True):
                 try:
                     ended.statuses.append(process.wait(limit_s))
                 except subprocess.TimeoutExpired:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import warm
 from fullshard.errors import OptionError
 from fullshard.tools.cli import launch
 
@@ -61,11 +62,16 @@ time.sleep(60)
 """
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+PYTHON = (sys.executable, "-m", "fullshard")  # imports what a user's command imports
+
+
+def run(
+    folder: Path, *arguments: str, command: tuple[str, ...] = PYTHON, **variables: str
+) -> subprocess.CompletedProcess[str]:
     unset = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     return subprocess.run(
-        [sys.executable, "-m", "fullshard", "launch", *arguments],
+        [*command, "launch", *arguments],
         env={**environment, "TMPDIR": str(folder), **variables},
         cwd=folder,
         capture_output=True,
@@ -131,7 +137,8 @@ def test_module_runs_with_its_package_around_it(folder: Path) -> None:
 
 
 def test_failing_rank_ends_the_others_and_its_traceback_shows_the_users_lines_alone(folder: Path) -> None:
-    found = run(folder, "--nproc-per-node", "2", "scripts/failing.py")
+    warmed = (f"{warm.commands()}/fullshard",)
+    found = run(folder, "--nproc-per-node", "2", "scripts/failing.py", command=warmed)
     assert found.returncode == 1
     trace = found.stderr.split("Traceback (most recent call last):\n")[1].split("ValueError")[0]
     assert re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace) == [
@@ -145,7 +152,8 @@ def test_failing_rank_ends_the_others_and_its_traceback_shows_the_users_lines_al
 
 
 def test_exit_code_of_the_script_is_passed_through(folder: Path) -> None:
-    found = run(folder, "--nproc-per-node", "1", "scripts/leaving.py", "7")
+    warmed = (f"{warm.commands()}/fullshard",)
+    found = run(folder, "--nproc-per-node", "1", "scripts/leaving.py", "7", command=warmed)
     assert found.returncode == 7
     assert "Traceback" not in found.stderr
     assert found.stderr.splitlines()[-1] == "fullshard: rank 0 was the first to fail, with exit code 7"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 import hf_runs
 import ranks
+import warm
 from fullshard.patches import Patches
 
 
@@ -328,17 +328,21 @@ import transformers.trainer, accelerate
 from fullshard.hugging_face.patching import PATCHES
 replaced = {{key for key, value in objects().items() if PATCHES.is_replacement(value)}}
 assert ("transformers.trainer", "get_last_checkpoint") in replaced, replaced
-known = {{id(objects()[key]) for key in replaced}}
-values = [objects()[key] for key in replaced]
+now = objects()
+known = {{id(now[key]) for key in replaced}}
 door.turn_off()
 left = {{key for key, value in objects().items() if id(value) in known}}
 assert not left, left
 """
 
 
-@pytest.mark.parametrize("code", [OFF, OFF_AFTER_IMPORTS], ids=["imported before", "imported after"])
-def test_turning_off_puts_back_the_very_objects_of_the_libraries(code: str) -> None:
-    _python(code)
+@pytest.mark.parametrize(
+    ("code", "library"),
+    [(OFF, "transformers"), (OFF_AFTER_IMPORTS, "")],
+    ids=["imported before", "imported after"],
+)
+def test_turning_off_puts_back_the_very_objects_of_the_libraries(code: str, library: str) -> None:
+    _python(code, library)
 
 
 def test_a_patch_that_others_patched_again_is_left_in_place_and_not_applied_twice() -> None:
@@ -360,6 +364,7 @@ def test_a_patch_that_others_patched_again_is_left_in_place_and_not_applied_twic
     assert Library().answer() == 20
 
 
-def _python(code: str) -> None:
+def _python(code: str, library: str = "") -> None:
+    """In a process that has imported torch, and `library`, and nothing else."""
     folder = Path(__file__).parents[1] / "support"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=700, cwd=folder)
+    subprocess.run([f"{warm.commands(library)}/python", "-c", code], check=True, timeout=700, cwd=folder)

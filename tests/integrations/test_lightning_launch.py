@@ -1,10 +1,7 @@
-"""A script whose ranks Lightning starts itself, and a model of transformers in a LightningModule."""
+"""A model of transformers in a LightningModule."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +11,6 @@ import torch
 import fullshard as fs
 import ranks
 from lightning_cases import loader, place, quietly, sharded, trainer
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_example_trains_resumes_and_consolidates_under_lightnings_own_launcher(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "lightning_gpt.py")],
-        capture_output=True,
-        text=True,
-        timeout=700,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = map(float, re.findall(r"(?:epoch|two) (\d+\.\d+)", done.stdout))
-    assert two < one < 5.5  # a byte drawn at random costs ln 256 = 5.55
-    assert "loaded as a plain GPT" in done.stdout
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 class Causal(lightning.LightningModule):

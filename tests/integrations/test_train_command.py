@@ -28,9 +28,9 @@ LONG = 400  # steps: more than are done before a signal arrives
 
 
 @contextmanager
-def started(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def started(fullshard: list[str], config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A running `fullshard train`, which is gone with all its ranks when the block ends."""
-    command = [sys.executable, "-m", "fullshard", "train", str(config), *words]
+    command = [*fullshard, "train", str(config), *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -121,7 +121,8 @@ def test_run_whose_ranks_are_killed_goes_on_with_identical_losses(tmp_path: Path
 
 def test_run_whose_launcher_is_killed_leaves_no_rank_behind_and_goes_on(long_run: Path) -> None:
     run = long_run.parent / "run"
-    with started(long_run, "--ranks", "2", "--quiet") as process:
+    python = [sys.executable, "-m", "fullshard"]  # its ranks are processes that it started itself
+    with started(python, long_run, "--ranks", "2", "--quiet") as process:
         wait_for(lambda: steps_done(run) >= 8 and (run / "checkpoints" / "step-000005").exists(), process)
         assert len(rank_processes(long_run)) == 2
         process.kill()
@@ -143,7 +144,7 @@ def test_run_whose_launcher_is_killed_leaves_no_rank_behind_and_goes_on(long_run
 def test_signal_saves_and_says_how_to_go_on(long_run: Path) -> None:
     run = long_run.parent / "run"
     changes = ["--set", "checkpoints.every=100000"]
-    with started(long_run, "--ranks", "2", *changes) as process:
+    with started([f"{warm.commands()}/fullshard"], long_run, "--ranks", "2", *changes) as process:
         wait_for(lambda: steps_done(run) >= 3, process)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=LIMIT_S)

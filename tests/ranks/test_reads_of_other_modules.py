@@ -190,18 +190,10 @@ CASES: dict[str, Case] = {
 }
 
 
-def _all(names: list[str], options: list[dict[str, Any]]) -> dict[Any, Any]:
-    return {
-        (name, at): cases.on_a_rank(CASES[name], **chosen)
-        for name in names
-        for at, chosen in enumerate(options)
-    }
-
-
 SMALL: dict[str, Any] = {"merge_units": None, "keep_full": None}
 OPTIONS: list[dict[str, Any]] = [
-    {"strategy": "zero3"},
     {"strategy": "zero3", "keep_full": 0},
+    {"strategy": "zero3"},
     {"strategy": "zero2"},
     {"strategy": "zero1"},
     {"strategy": "replicate"},
@@ -209,14 +201,25 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_reading_another_modules_parameters_is_as_in_one_process(num_ranks: int) -> None:
-    options = OPTIONS if num_ranks == 2 else OPTIONS[1:2]
-    results = ranks.run(_all, num_ranks, list(CASES), options, timeout_s=240)
-    for name, case in CASES.items():
-        for at in range(len(options)):
-            print(name, options[at])
-            cases.assert_as_in_one_process(case, [result[name, at] for result in results])
+def _all(chosen: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+    return {(name, at): cases.on_a_rank(CASES[name], **OPTIONS[at]) for name, at in chosen}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "others"),
+    [
+        pytest.param(1, 0, id="1"),
+        pytest.param(2, 2, id="2"),
+        pytest.param(3, 0, id="3"),
+        pytest.param(2, len(OPTIONS) - 1, id="2, every option", marks=pytest.mark.long),
+    ],
+)
+def test_reading_another_modules_parameters_is_as_in_one_process(num_ranks: int, others: int) -> None:
+    chosen = cases.in_turn(CASES, len(OPTIONS), 1, others)
+    results = ranks.run(_all, num_ranks, chosen, timeout_s=240)
+    for name, at in chosen:
+        print(name, OPTIONS[at])
+        cases.assert_as_in_one_process(CASES[name], [result[name, at] for result in results])
 
 
 class ReadsInBackward(Base):

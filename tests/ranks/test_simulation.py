@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import distributed, nn
 
 import engines
 import ranks
+import warm
 from fullshard import api
 from fullshard.errors import OptionError
 from fullshard.tools.simulation.group import Cluster, joined
@@ -321,14 +321,13 @@ def test_figures_say_what_the_wire_cost() -> None:
 
 MANY = """
 import sys, time
-begun = time.perf_counter()
 import torch
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.models import decoder
 from fullshard.tools.simulation.presets import gpt
 from fullshard.tools.simulation.network import Link, Network
 from fullshard.tools.simulation.run import Scenario, build
-imported = time.perf_counter()
+imported = time.process_time()
 count = int(sys.argv[1])
 what = decoder("tiny", gpt(3, 32, 2, 64, context=16), 16)
 scenario = Scenario(what, Network(count, Link(1e12)), torch.device("cpu"), rank=count - 1)
@@ -337,17 +336,17 @@ with joined(Cluster(scenario.network, scenario.device, scenario.rank)):
     losses = [training() for _ in range(2)]
     assert all(torch.isfinite(loss) for loss in losses)
     records = vars(training.model)["_fullshard"].comm.recorder
-print(records.folder.path, time.perf_counter() - imported)
+print(records.folder.path, time.process_time() - imported)
 """
 
 
 @pytest.mark.parametrize("count", [256, 4096])
 def test_thousands_of_ranks_start_at_once_and_leave_nothing_behind(count: int) -> None:
-    command = [sys.executable, "-c", MANY, str(count)]
+    command = [f"{warm.commands()}/python", "-c", MANY, str(count)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, check=True, timeout=500, capture_output=True, text=True)
     folder, seconds = found.stdout.split()
-    assert float(seconds) < 20  # about one; the machine may be busy
+    assert float(seconds) < 20  # of the processor: about one
     assert not Path(folder).exists()
 
 

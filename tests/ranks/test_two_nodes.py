@@ -25,6 +25,7 @@ import engines
 import namespaces
 import ranks
 import reference
+import warm
 from namespaces import Node
 
 LIMIT_S = 700.0
@@ -67,14 +68,17 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
         yield nodes
 
 
+PLAIN = (sys.executable, "-m", "torch.distributed.run")
+
+
 def agents(
-    nodes: Sequence[Node], per_node: int, folder: Path
+    nodes: Sequence[Node], per_node: int, folder: Path, torchrun: Sequence[str] = PLAIN
 ) -> contextlib.AbstractContextManager[list[subprocess.Popen[str]]]:
     """One torchrun agent a node. Whatever they started has ended when this ends."""
     port = ranks.free_port()
     commands = [
         [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+            *torchrun, "--nnodes", "2",
             "--nproc-per-node", str(per_node), "--node-rank", str(index), "--local-addr", node.address,
             "--master-addr", nodes[0].address, "--master-port", str(port), __file__, str(folder),
         ]
@@ -83,9 +87,11 @@ def agents(
     return namespaces.running(nodes, commands, folder)
 
 
-def run_both(nodes: Sequence[Node], per_node: int, folder: Path) -> list[dict[str, Any]]:
+def run_both(
+    nodes: Sequence[Node], per_node: int, folder: Path, torchrun: Sequence[str]
+) -> list[dict[str, Any]]:
     """Every rank's file, after both agents ended well and in time."""
-    with agents(nodes, per_node, folder) as started:
+    with agents(nodes, per_node, folder, torchrun) as started:
         namespaces.finish(started, folder, LIMIT_S)
     files = [folder / f"rank-{rank}.pt" for rank in range(2 * per_node)]
     return [torch.load(file, weights_only=False) for file in files]
@@ -108,7 +114,9 @@ def test_two_nodes_train_with_the_numbers_of_one_process(
 ) -> None:
     num_ranks = 2 * per_node
     with make() as nodes:
-        found = run_both(nodes, per_node, tmp_path)
+        # A process that is forked elsewhere is in no namespace of a node.
+        torchrun = PLAIN if make is two_nodes else [f"{warm.commands()}/torchrun"]
+        found = run_both(nodes, per_node, tmp_path, torchrun)
         with capsys.disabled():
             where = "two network namespaces" if nodes[0].namespace else "loopback"
             print(f"[two nodes of {per_node}: {where}]", end=" ")

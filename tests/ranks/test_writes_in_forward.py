@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ranks
 import reference
-from cases import refusal, whole
+from cases import in_turn, refusal, whole
 from engines import BLOCKS, WIDTH, batch, build, my_rank
 
 STEPS = 3
@@ -240,37 +240,43 @@ def _train(model: nn.Module, pieces: list[int]) -> tuple[list[float], dict[str, 
     return losses, {}
 
 
-def _write_alike(names: list[str], options: list[dict[str, Any]]) -> dict[Any, Any]:
+OPTIONS: list[dict[str, Any]] = [{"strategy": s, **BLOCKS} for s in STRATEGIES]
+OPTIONS += [{}, {"strategy": "replicate"}]
+
+
+def _write_alike(chosen: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
     import fullshard as fs
 
     found = {}
-    for name in names:
-        for at, chosen in enumerate(options):
-            model = fs.shard(build(SAME[name]), **chosen)
-            losses, _ = _train(model, [my_rank()])
-            found[name, at] = losses, whole(model)
+    for name, at in chosen:
+        model = fs.shard(build(SAME[name]), **OPTIONS[at])
+        losses, _ = _train(model, [my_rank()])
+        found[name, at] = losses, whole(model)
     return found
 
 
-OPTIONS = [{"strategy": s, **BLOCKS} for s in STRATEGIES] + [{}, {"strategy": "replicate"}]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_write_that_all_ranks_make_counts_as_in_one_process(num_ranks: int) -> None:
-    options = OPTIONS if num_ranks == 2 else [OPTIONS[0], OPTIONS[3]]
-    if num_ranks == 3:
-        options = [OPTIONS[0]]
-    results = ranks.run(_write_alike, num_ranks, list(SAME), options, timeout_s=240)
-    for name, make in SAME.items():
-        plain = build(make)
+@pytest.mark.parametrize(
+    ("num_ranks", "always", "others"),
+    [
+        pytest.param(1, 1, 1, id="1"),
+        pytest.param(2, 1, 2, id="2"),
+        pytest.param(3, 1, 0, id="3"),
+        pytest.param(2, 1, len(OPTIONS) - 1, id="2, every option", marks=pytest.mark.long),
+    ],
+)
+def test_a_write_that_all_ranks_make_counts_as_in_one_process(
+    num_ranks: int, always: int, others: int
+) -> None:
+    chosen = in_turn(SAME, len(OPTIONS), always, others)
+    results = ranks.run(_write_alike, num_ranks, chosen, timeout_s=240)
+    for name, at in chosen:
+        plain = build(SAME[name])
         losses, _ = _train(plain, list(range(num_ranks)))
-        expected = reference.whole_parameters(plain)
-        for at, chosen in enumerate(options):
-            found = [result[name, at] for result in results]
-            mean = [sum(values) / num_ranks for values in zip(*(f[0] for f in found), strict=True)]
-            assert mean == pytest.approx(losses, rel=1e-5), (name, chosen)
-            for key, value in expected.items():
-                reference.assert_close(found[0][1][key], value, f"{name}, {chosen}: {key}")
+        found = [result[name, at] for result in results]
+        mean = [sum(values) / num_ranks for values in zip(*(f[0] for f in found), strict=True)]
+        assert mean == pytest.approx(losses, rel=1e-5), (name, OPTIONS[at])
+        for key, value in reference.whole_parameters(plain).items():
+            reference.assert_close(found[0][1][key], value, f"{name}, {OPTIONS[at]}: {key}")
 
 
 # --- writes that differ between ranks, or have no counterpart in one process ------------------------------

@@ -89,6 +89,16 @@ def assert_as_in_one_process(
     reference.assert_close_trace(combined, expected.trace, rtol, atol)
 
 
+def in_turn(names: Iterable[str], options: int, always: int, others: int) -> list[tuple[str, int]]:
+    """(name, number of an option): each name with the first `always` options and some `others`, in turn."""
+    rest = options - always
+    return [
+        (name, at)
+        for number, name in enumerate(names)
+        for at in (*range(always), *(always + (number * others + k) % rest for k in range(others)))
+    ]
+
+
 def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:
     """(class, message, remedy) of the FullshardError that `call` ends with; no error is a failure."""
     from fullshard import FullshardError
