@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?=
 PYTEST_ARGS ?=
-# Four files at a time: tests of several ranks wait a part of their time, and a file shares what it has computed.
-WORKERS ?= 4
+# Three files at a time on two cores: tests of several ranks wait a part of their time. A file shares what it has
+# computed. Every further worker costs ten seconds of a core to collect the tests.
+WORKERS ?= 3
 
 # Hundreds of processes import the package in a test run: without its byte code each would compile it again.
 export PYTHONDONTWRITEBYTECODE :=
