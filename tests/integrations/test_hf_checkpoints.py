@@ -222,9 +222,10 @@ def _foreign(folder: str) -> dict[str, Any]:
     """The folders that torch's own FSDP leaves: the model can be had from them, the optimizer cannot."""
     import torch.distributed.checkpoint as dcp
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
 
     hf_runs.forget()
+    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer  # after they were replaced
+
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     plain = hf_runs.causal_lm(tied=False, seed=3)
     if accelerator.is_main_process:

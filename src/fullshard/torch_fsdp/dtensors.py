@@ -13,6 +13,7 @@ dimension. But it is cut between elements, not between rows, wherever the flat b
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -222,30 +223,28 @@ class GradientDTensor(ShardAnswers, GradShard):
     total = TotalNorm
 
 
-class _Probe(torch.Tensor):
-    """Says that it is a DTensor, and makes a tensor like itself in every function."""
+class _InAFunction(threading.local):
+    """Whether this thread runs a function of torch on a state dict value.
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return DTensor
+    torch 2.11 asks for the class there, and hands what says that it is a DTensor to operators of its own.
+    """
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return torch.Tensor._make_wrapper_subclass(_Probe, (1,))
+    here = False
 
 
-def _results_keep_their_class() -> bool:
-    """torch 2.11 makes results of a `__torch_dispatch__` what their `__class__` says, in earnest."""
-    with plainly():
-        return type(torch.Tensor._make_wrapper_subclass(_Probe, (1,)).detach()) is _Probe
+_in_a_function = _InAFunction()
 
 
 class StateDTensor(ShardAnswers, StateShard):
     """A value of a state dict. Element-wise functions apply to this rank's part."""
 
-    to_isinstance = _results_keep_their_class()
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, _in_a_function.here = _in_a_function.here, True
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            _in_a_function.here = before
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -260,7 +259,7 @@ class StateDTensor(ShardAnswers, StateShard):
         return values[0] if name.endswith("_") else values[0]._holding(out)
 
     def _is_distributed(self) -> bool:
-        return True
+        return not _in_a_function.here
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         return self.local
