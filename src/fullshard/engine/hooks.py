@@ -22,6 +22,7 @@ from fullshard.engine.autograd_inputs import watch_inputs
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
 from fullshard.engine.norms import watch_constructors
+from fullshard.engine.parameters_at_rest import mark, watch_parameters
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import snapshot, tensors_in
 from fullshard.engine.unit import LiveUnit
@@ -361,6 +362,8 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
     watch_data()
     watch_constructors()
     watch_inputs()
+    watch_parameters()
+    mark(runtime.lanes)
     runtime.watch_sites()
     runtime.guard = guard
     guard(runtime)
