@@ -21,6 +21,7 @@ from fullshard.engine import direct, transforms
 from fullshard.engine.autograd_inputs import watch_inputs
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
+from fullshard.engine.late_changes import watch_changes
 from fullshard.engine.norms import watch_constructors
 from fullshard.engine.parameters_at_rest import mark, watch_parameters
 from fullshard.engine.runtime import Runtime
@@ -323,6 +324,16 @@ class Apply(Attached):
         return self.module
 
 
+class RefuseScript(Attached):
+    """torch.jit.script asks a module for what it should compile instead of it."""
+
+    def __call__(self) -> nn.Module:
+        raise NotSupported(
+            "torch.jit.script of a sharded module: hooks that gather its parameters cannot be compiled",
+            "Script it before fs.shard, or a model that is not sharded; block.compile() works here.",
+        )
+
+
 class RestGuard:
     """Fires when autograd hands a gradient to a parameter at rest: it was computed with as a shard."""
 
@@ -363,6 +374,7 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
     watch_constructors()
     watch_inputs()
     watch_parameters()
+    watch_changes()
     mark(runtime.lanes)
     runtime.watch_sites()
     runtime.guard = guard
@@ -371,6 +383,7 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
         module.__dict__["_apply"] = ApplyGuard(runtime, runtime.root, module)
         module.__dict__["apply"] = Apply(runtime, runtime.root, module)
         module.__dict__["_fullshard"] = runtime
+        module.__dict__["__prepare_scriptable__"] = RefuseScript(runtime, runtime.root)
 
 
 def guard(runtime: Runtime) -> None:

@@ -200,7 +200,7 @@ class Runtime:
             if unit is not self.root:
                 gathering.leave(unit, hooked)
             elif now.depth == 0:
-                gathering.end_pass(keep=hooked)
+                gathering.end_pass(keep=hooked or now.unhooked)
                 self.comm.check_agreement()
         return output
 
@@ -342,6 +342,11 @@ class Runtime:
 
     def _follow_user(self) -> None:
         """Freezing, unfreezing and tensor hooks set on parameters since the last pass take effect."""
+        if torch._C._get_tracing_state() is not None:
+            raise NotSupported(
+                "torch.jit.trace of a sharded model",
+                "Trace a model that is not sharded, with the state dict taken inside `with fs.full(model):`.",
+            )
         trainable = list(map(_requires_grad, self.parameters))
         if trainable != self._trainable:
             self._trainable = trainable

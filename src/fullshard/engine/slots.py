@@ -186,5 +186,6 @@ class Slots:
                     container[key] = sharded
         raise AtRestError(
             f"{unit_label(self.unit)}: its parameter {name!r} was replaced after sharding",
-            "Edit values in place inside `with fs.full(model):`; torch.func.functional_call works there too.",
+            "Prune, parametrize and tie parameters before fs.shard; edit values in place inside "
+            "`with fs.full(model):`, where torch.func.functional_call works too.",
         )
