@@ -832,3 +832,36 @@ def _ignored() -> tuple[tuple[int, ...], bool]:
     loss_of(model, batches(2, 1)[0][rank()]).backward()
     shape: tuple[int, ...] = tuple(model.embed.weight.shape)
     return shape, type(model.embed.weight.grad) is Tensor
+
+
+def _compiled_on_meta() -> dict[str, int]:
+    from fullshard.torch_fsdp import fully_shard
+
+    found = {}
+    for when in ("before to_empty", "after to_empty"):
+        graphs: list[Any] = []
+
+        def backend(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        if when == "before to_empty":
+            model[0].compile(backend=backend)
+        model.to_empty(device="cpu")
+        if when == "after to_empty":
+            model[0].compile(backend=backend)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        model(torch.randn(2, 4)).sum().backward()
+        found[when] = len(graphs)
+    return found
+
+
+def test_compile_of_a_meta_model_before_or_after_to_empty_counts() -> None:
+    for found in ranks.run(_compiled_on_meta, 2, init=True, timeout_s=120):
+        assert found == {"before to_empty": 1, "after to_empty": 1}

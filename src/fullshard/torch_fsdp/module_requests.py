@@ -73,6 +73,7 @@ class ModuleRequest(Request):
         self.divisor: float | None = None  # set_gradient_divide_factor
         self.zero_unused = False  # set_reduce_scatter_unused_params
         self.compilations: list[tuple[Any, Any]] = []  # calls of compile() that wait for the engine
+        self._engines_compile: Any = None  # while they wait although there is one
         super().__init__(module)
         self.set_phase(Phase.DEFERRED)
 
@@ -105,7 +106,16 @@ class ModuleRequest(Request):
             for request in requests_in(self.runtime.model, ModuleRequest):
                 request.window = None
                 request.set_phase(Phase.SHARDED)
+                request.compile_now()
         return self.module
+
+    def compile_now(self) -> None:
+        """Calls of compile() that came before the engine's own could take them."""
+        if self._engines_compile is not None:
+            self.module.__dict__["compile"], self._engines_compile = self._engines_compile, None
+        for args, kwargs in self.compilations:
+            self.module.compile(*args, **kwargs)
+        self.compilations.clear()
 
     def begin_blank(self, device: torch.device | None) -> None:
         """`to_empty` of a meta-device model: shards with memory, and without values where there were none."""
@@ -124,6 +134,8 @@ class ModuleRequest(Request):
         for request in requests_in(root.module, ModuleRequest):
             request.window = window
             request.set_phase(Phase.BLANK)
+            # Until its first use the module has a forward that ends this phase, which must not be compiled.
+            request._engines_compile = request.module.__dict__.pop("compile", None)
 
     def combine(self, requests: Sequence[Self]) -> Sharding | None:
         parameters = parameters_in(self.module)
@@ -169,9 +181,7 @@ class ModuleRequest(Request):
             self.update_reduction()
         if self.unit is None:
             _cast_around(self.module, *casts_of(self.options.policy))  # there is nothing to shard here
-        for args, kwargs in self.compilations:
-            self.module.compile(*args, **kwargs)
-        self.compilations.clear()
+        self.compile_now()
 
     # ---- names of torch's state object that other libraries read
 
