@@ -170,7 +170,7 @@ def _lora_bytes(targets: Any) -> dict[str, Any]:
     kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     return {
         "parameters": sum(p.numel() * p.element_size() for p in parameters),
-        "gradients": sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None),
+        "gradients": sum(p.numel() * p.grad.element_size() for p in parameters if p.grad is not None),
         "optimizer": sum(value.numel() * value.element_size() for value in kept),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
     }
