@@ -93,16 +93,26 @@ def _trained(strategy: str, precision: str) -> tuple[dict[str, Tensor], list[flo
     for step in range(3):
         loss = loss_of(model, batch(step, my_rank())) + 0.01 * fs.penalty(model, TERMS["l1"])
         if fisher:  # made from gradients
-            loss = loss + fs.penalty(model, lambda n, p: fisher[n] * (p - start[n]).square())  # noqa: B023
-        loss.backward()
-        if not fisher:
-            fisher = {n: torch.zeros_like(p) if p.grad is None else p.grad.square() for n, p in _named(model)}
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+            loss = loss + fs.penalty(model, lambda n, p: fisher[n] * (p - start[n]).square())
+        norms.append(_step(model, optimizer, loss, fisher))
     with torch.no_grad():
         plain = fs.penalty(model, TERMS["l2"])
     return whole(model), norms, {"value": plain.item(), "history": plain.requires_grad}
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, fisher: dict[str, Tensor]
+) -> float:
+    """The norm before clipping. The first step fills `fisher` from its gradients."""
+    loss.backward()
+    if not fisher:
+        fisher.update(
+            {n: torch.zeros_like(p) if p.grad is None else p.grad.square() for n, p in _named(model)}
+        )
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -123,12 +133,7 @@ def test_training_with_penalties_clipping_and_frozen_parameters(strategy: str, p
         loss = loss + 0.01 * _value(plain, TERMS["l1"])
         if fisher:
             loss = loss + sum((fisher[n] * (p - start[n]).square()).sum() for n, p in _named(plain))
-        loss.backward()
-        if not fisher:
-            fisher = {n: torch.zeros_like(p) if p.grad is None else p.grad.square() for n, p in _named(plain)}
-        norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(_step(plain, optimizer, loss, fisher))
     rough = {} if precision == "fp32" else {"rtol": 0.05, "atol": 0.03}
     for values, found, last in ranks.run(_trained, num_ranks, strategy, precision):
         assert found == pytest.approx(norms, rel=rough.get("rtol", 1e-4))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
-from fullshard.plan.layout import Piece, Region
+from fullshard.plan.layout import Layout, Piece, Region
 from fullshard.plan.tensor_parallel import part_of
 
 
@@ -30,6 +31,10 @@ class Cut:
     def of(piece: Piece, kept: tuple[int, int]) -> Cut:
         region = piece.region if piece.region is not None and piece.region.is_cut else None
         return Cut(piece.global_shape, piece.order, *kept, region)
+
+    @staticmethod
+    def of_rank(layout: Layout, piece: Piece, rank: int) -> Cut:
+        return Cut.of(piece, layout.kept(piece, rank))
 
     @property
     def num_elements(self) -> int:
@@ -63,6 +68,11 @@ class Cut:
         assert self.order is not None
         part = part_of(unsharded.expand(self.shape), self.region)
         return part.permute(self.order).reshape(-1)[self.start : self.stop]
+
+
+def is_everything(key: Any) -> bool:
+    """Whether `tensor[key]` is all of any tensor."""
+    return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
 
 
 def operand(cut: Cut | None, local: tuple[int, ...], value: torch.Tensor) -> torch.Tensor | str:

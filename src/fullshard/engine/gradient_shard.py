@@ -35,7 +35,6 @@ class LaneGradients:
         part = self.own[start:stop]
         region = piece.region
         answers = region is None or region.first
-        cut = Cut.of(piece, self._layout.kept(piece, comm.rank))
         if self._replicated:
             cut = Cut.of(piece, (0, piece.num_elements))
             view = GradShard.make(piece_view(self.flat, piece), comm, part, self.holder, answers, cut)
@@ -43,6 +42,7 @@ class LaneGradients:
             view.answers = answers and comm.rank == 0
             return view
         local = part.view(shard_shape(piece.shape, stop - start))
+        cut = Cut.of_rank(self._layout, piece, comm.rank)
         return GradShard.make(local, comm, None, self.holder, answers, cut)
 
     def _storage_uses(self) -> int:

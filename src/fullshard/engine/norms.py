@@ -14,7 +14,7 @@ from torch.utils import _device
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import gradients
-from fullshard.engine.cuts import Cut
+from fullshard.engine.cuts import Cut, is_everything
 from fullshard.engine.gradients import (
     HANDLERS,
     GradShard,
@@ -342,8 +342,7 @@ def _set_item(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         with plainly():
             return func(*args, **kwargs)  # type: ignore[no-any-return]
     number = not isinstance(value, torch.Tensor) or value.dim() == 0
-    everything = mask is Ellipsis or (isinstance(mask, slice) and mask == slice(None))
-    if everything and isinstance(target, GradShard):
+    if is_everything(mask) and isinstance(target, GradShard):
         target.copy_(value) if isinstance(value, torch.Tensor) else target.fill_(value)
         return None
     if not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and number):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.cuts import Cut, operand
+from fullshard.engine.cuts import Cut, is_everything, operand
 from fullshard.engine.gradients import GradShard, Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.piecewise import ELEMENT_WISE, IN_PLACE_OPERATORS
@@ -110,7 +110,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_item(self: nn.Parameter, key: Any, value: Any) -> None:
         place = None if Step.running else _place(self)
-        everything = key is Ellipsis or (isinstance(key, slice) and key == slice(None))
+        everything = is_everything(key)
         if place is not None and not everything:
             key = _fit("__setitem__", self, place, key)
             number = not isinstance(value, torch.Tensor) or value.numel() == 1
@@ -136,9 +136,8 @@ def _fit(name: str, parameter: nn.Parameter, place: tuple[Lane, int], value: Any
     if value.shape == parameter.shape:
         return value
     lane, index = place
-    piece = lane.layout.pieces[index]
     with torch.no_grad():
-        cut = Cut.of(piece, lane.layout.kept(piece, lane.comm.rank))
+        cut = Cut.of_rank(lane.layout, lane.layout.pieces[index], lane.comm.rank)
         found = operand(cut, tuple(parameter.shape), value)
     if isinstance(found, str):
         raise _refusal(name, place, f"and an operand of shape {tuple(value.shape)} do not fit")

@@ -82,8 +82,8 @@ def _require_at_rest(runtime: Runtime) -> None:
 
 
 def _shard(lane: Lane, index: int, leaf: torch.Tensor) -> GradShard:
-    piece = lane.layout.pieces[index]
-    return GradShard.make(leaf, lane.comm, cut=Cut.of(piece, lane.layout.kept(piece, lane.comm.rank)))
+    cut = Cut.of_rank(lane.layout, lane.layout.pieces[index], lane.comm.rank)
+    return GradShard.make(leaf, lane.comm, cut=cut)
 
 
 class _Totals:
