@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.save import save
     from fullshard.data import Batches
     from fullshard.errors import FullshardError
+    from fullshard.offload import Offload
     from fullshard.precision import Precision
 else:
     from fullshard import lazy_names
@@ -27,6 +28,7 @@ else:
         {
             "Batches": "fullshard.data",
             "FullshardError": "fullshard.errors",
+            "Offload": "fullshard.offload",
             "Precision": "fullshard.precision",
             "accumulate": "fullshard.api",
             "even_batches": "fullshard.api",
@@ -44,6 +46,7 @@ else:
 __all__ = [
     "Batches",
     "FullshardError",
+    "Offload",
     "Precision",
     "__version__",
     "accumulate",

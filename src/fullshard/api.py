@@ -22,6 +22,7 @@ from fullshard.engine.inference_scope import inferring
 from fullshard.engine.runtime import Runtime, engine_of, is_sharded, runtime_of
 from fullshard.errors import FullshardError, ModelError, OptionError, RankMismatch, StateError, unit_label
 from fullshard.keywords import checked_keywords
+from fullshard.offload import Offload
 from fullshard.option_table import OTHER_NAMES, TABLE
 from fullshard.options import Options, parse
 from fullshard.plan import tensor_parallel
@@ -49,6 +50,7 @@ def shard(
     initial: str = "broadcast",
     materialize: Callable[[nn.Module], Any] | None = None,
     device: torch.device | str | int | None = None,
+    offload: str | Offload | None = None,
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
@@ -69,6 +71,8 @@ def shard(
     materialize: for a meta-device model, a function that initialises one module's own tensors.
     device: where shards and buffers go, unit by unit, so that no device holds all of a model that was built
         on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
+    offload: 'host' keeps shards, gradients and optimizer state in host memory between their uses; 'optimizer'
+        only what the optimizer alone needs: masters, gradients and its state; or an fs.Offload.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each

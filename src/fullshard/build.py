@@ -6,23 +6,25 @@ import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard import integrations
+from fullshard import environment, integrations
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import hooks, optimizers
+from fullshard.engine.home import HomeChoice
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
 from fullshard.engine.unit import LiveUnit
-from fullshard.errors import FullshardError, ModelError, RankMismatch
+from fullshard.errors import FullshardError, ModelError, OffloadError, RankMismatch
 from fullshard.options import Options
-from fullshard.plan import tensor_parallel
-from fullshard.plan.plan import LanePlan, lanes_of, nesting, plan_of
+from fullshard.plan import homes, tensor_parallel
+from fullshard.plan.plan import LanePlan, Plan, lanes_of, nesting, plan_of
 from fullshard.plan.units import Member, Unit
 from fullshard.policy import ValueSource
 from fullshard.state.copying import duplicate
@@ -31,19 +33,22 @@ from fullshard.state.optimizer_state import show_state_shards
 from fullshard.state.state_dict import attach_state
 from fullshard.state.value_sources import GivenFunction, ModuleInitializers
 
+AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
 Planned = list[tuple[LanePlan, list[Member]]]
 
 
 def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options) -> Runtime:
     plan = plan_of(units, comm.ranks, options)
     lanes_by_unit = [lanes_of(unit, comm.ranks, options) for unit in units]
-    materializer, problem = None, None
+    materializer, choice, problem = None, None, None
     try:
         materializer = Materializer(model, comm.device, _value_source(model, options))
+        choice = _homes(plan, comm, options)
     except FullshardError as error:
         problem = error
     comm.raise_together(problem)
     assert materializer is not None
+    assert choice is not None
     undo: list[Callable[[], None]] = []
     try:
         if options.initial == "verify":
@@ -51,7 +56,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
         live = []
         for index, (unit, planned) in enumerate(zip(units, lanes_by_unit, strict=True)):
             _fill(unit, materializer, comm)
-            lanes = [_lane(unit, plan_, members, comm, options) for plan_, members in planned]
+            lanes = [_lane(unit, plan_, members, comm, options, choice) for plan_, members in planned]
             live.append(_live(index, unit, planned, lanes, comm))
             _show_sharded(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
@@ -82,6 +87,26 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     _attach_state(runtime, model)
     optimizers.own(runtime)
     return runtime
+
+
+def _homes(plan: Plan, comm: Comm, options: Options) -> HomeChoice:
+    """Where the values of every lane rest: the same on all ranks, each with the smallest budget of any."""
+    offload = options.offload
+    if offload is None:
+        return HomeChoice(None, comm.device, None)
+    device, host = offload.device, offload.host
+    if device == "auto":
+        free = environment.free_bytes(comm.device) - plan.full_bytes_at_peak
+        device = min(comm.all_gather_int(max(0, int(free * AUTO_SHARE)), "offload"))
+    if host == "auto":
+        free = int(environment.free_bytes(torch.device("cpu")) * AUTO_SHARE)
+        host = min(comm.all_gather_int(free, "offload"))
+    elif host is not None:
+        host = int(host) // environment.launch().local_ranks
+    lanes = [homes.bytes_of(lane, options.replicated) for unit in plan.units for lane in unit.lanes]
+    disk = None if offload.disk is None else Path(offload.disk)
+    budget = homes.Budget(int(device), host, disk is not None, offload.kinds)
+    return HomeChoice(homes.choose(lanes, budget), comm.device, disk)
 
 
 def _value_source(model: nn.Module, options: Options) -> ValueSource:
@@ -150,10 +175,20 @@ def _verify(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
                 )
 
 
-def _lane(unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options) -> Lane:
+def _lane(
+    unit: Unit, plan: LanePlan, members: list[Member], comm: Comm, options: Options, choice: HomeChoice
+) -> Lane:
     """A lane with the first rank's values in its shard. Only one lane is ever unsharded here."""
     parameters = [member.parameter for member in members]
-    lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated)
+    lane, problem = None, None
+    try:
+        where = choice.next()
+        lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated, where)
+    except OffloadError as error:
+        problem = error
+    if choice.has_disk:
+        comm.raise_together(problem)
+    assert lane is not None
     flat = torch.zeros(plan.layout.total, dtype=plan.dtypes.rest, device=comm.device)
     for piece, member in zip(plan.layout.pieces, members, strict=True):
         part = tensor_parallel.part_of(member.parameter.detach(), piece.region)

@@ -76,6 +76,10 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
+class OffloadError(FullshardError):
+    """Values that rest away from the compute device cannot be read or written, or do not fit."""
+
+
 class NotSupported(FullshardError):
     """A torch feature that does not work on a sharded module."""
 

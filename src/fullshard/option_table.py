@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fullshard.offload import Offload
     from fullshard.precision import Precision
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid"]
@@ -86,6 +87,12 @@ def _keep_full(value: Any) -> int | None:
     raise OptionError(
         f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
     )
+
+
+def _offload(value: Any) -> Offload | None:
+    from fullshard.offload import parse
+
+    return parse(value)
 
 
 def _merge_units(value: Any) -> int | None:
@@ -300,6 +307,20 @@ TABLE: dict[str, Option] = {
             ),
         ),
         Option(
+            "offload",
+            None,
+            "'host' keeps shards, gradients and optimizer state in host memory between their uses; "
+            "'optimizer' only what the optimizer alone needs: masters, gradients and its state; or an "
+            "fs.Offload.",
+            _offload,
+            other_names=_all(
+                "Write offload='host', or 'optimizer' for the optimizer's values alone.",
+                *("cpu_offload", "offload_policy", "offload_params", "offload_param", "offload_optimizer"),
+                *("offload_to_cpu", "cpuoffload", "pin_memory", "offload_optimizer_device"),
+            )
+            | _all("Write offload=fs.Offload(disk=FOLDER).", "nvme_path", "offload_dir", "offload_folder"),
+        ),
+        Option(
             "check_gradients",
             False,
             "raise on all ranks when a gradient is not finite, naming rank and parameter.",
@@ -367,10 +388,6 @@ TABLE: dict[str, Option] = {
     )
 }
 
-_NO_OFFLOAD = (
-    "Shards cannot be kept on the host or on disk yet: leave it out. strategy='zero3', more ranks and "
-    "checkpoint_activations=True need less memory."
-)
 # What other libraries call things: by name, what to write here. Those without an option of ours come last.
 OTHER_NAMES: dict[str, str] = {
     **{name: advice for option in TABLE.values() for name, advice in option.other_names.items()},
@@ -385,11 +402,6 @@ OTHER_NAMES: dict[str, str] = {
         "world_size",
         "ranks",
         "num_gpus",
-    ),
-    **_all(
-        _NO_OFFLOAD,
-        *("offload", "cpu_offload", "offload_policy", "offload_params", "offload_param", "offload_optimizer"),
-        *("offload_to_cpu", "cpuoffload", "nvme_path", "pin_memory", "offload_optimizer_device"),
     ),
     **_all(
         "Leave it out: build the optimizer yourself, before or after fs.shard.",

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import OptionError
 from fullshard.keywords import unknown
+from fullshard.offload import Offload
 from fullshard.option_table import OTHER_NAMES, TABLE
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
@@ -41,6 +42,7 @@ class Options:
     initial: str
     materialize: Callable[[nn.Module], Any] | None
     device: torch.device | None  # None: the model's own
+    offload: Offload | None  # which values rest away from the compute device; None: none
     check_gradients: bool
     prefetch: bool
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
@@ -89,6 +91,7 @@ class ShardOptions(TypedDict, total=False):
     ignore: Any
     initial: str
     materialize: Callable[[nn.Module], Any] | None
+    offload: str | Offload | None
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None

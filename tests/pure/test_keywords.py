@@ -45,10 +45,10 @@ def test_a_misspelt_option_is_answered_with_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
-        ("offload", "cannot be kept on the host"),
-        ("cpu_offload", "cannot be kept on the host"),
-        ("offload_policy", "cannot be kept on the host"),
-        ("cpu_offloading", "cannot be kept on the host"),
+        ("cpu_offload", "offload='host'"),
+        ("offload_policy", "offload='host'"),
+        ("cpu_offloading", "offload='host'"),
+        ("nvme_path", "fs.Offload(disk=FOLDER)"),
         ("reshard_after_forward", "'zero2' keeps them"),
         ("sharding_strategy", "'zero2' for SHARD_GRAD_OP"),
         ("stage", "strategy='zero1', 'zero2' or 'zero3'"),
@@ -163,8 +163,8 @@ def test_options_by_position_are_refused_with_their_names() -> None:
 def test_doors_answer_in_the_same_way() -> None:
     from fullshard.hugging_face.shard_options import options
 
-    with pytest.raises(OptionError, match=r"cannot be kept on the host"):
-        options(offload=True)
+    with pytest.raises(OptionError, match=r"has no option 'cpu_offload'. Write offload='host'"):
+        options(cpu_offload=True)
     with pytest.raises(OptionError, match=r"fully_shard has no option 'reshard_after_fwd'\. Did you mean"):
         torch_fsdp.fully_shard(MODEL, reshard_after_fwd=True)  # type: ignore[call-arg]
     with pytest.raises(

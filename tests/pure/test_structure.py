@@ -18,11 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 
 BASE = {
+    "byte_sizes",
+    "crc",
     "errors",
     "version",
     "extras",
     "keywords",
     "lazy_names",
+    "offload",
     "option_table",
     "options",
     "policy",

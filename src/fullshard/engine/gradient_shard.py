@@ -18,7 +18,7 @@ class LaneGradients:
     """Gradients of one lane at rest, in the dtype of its shard. A replicated lane has every interval."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, comm: Comm, home: Home, replicated: bool) -> None:
-        self._layout, self._comm, self._replicated = layout, comm, replicated
+        self._layout, self._comm, self._replicated, self.home = layout, comm, replicated, home
         self.flat = home.zeros(layout.total if replicated else layout.interval, dtype)
         self.own = self.flat.view(comm.ranks, -1)[comm.rank] if replicated else self.flat
         self.holder = Holder()
@@ -44,6 +44,18 @@ class LaneGradients:
         local = part.view(shard_shape(piece.shape, stop - start))
         cut = Cut.of_rank(self._layout, piece, comm.rank)
         return GradShard.make(local, comm, None, self.holder, answers, cut)
+
+    def staged(self) -> torch.Tensor:
+        """This rank's interval on the compute device; its values only if a sum is added to them."""
+        if self.home.kind == "device":
+            return self.own
+        if self.live:
+            return self.home.stage(self.own)
+        return torch.empty_like(self.own, device=self.home.compute_device)
+
+    def put_back(self, staged: torch.Tensor) -> None:
+        if staged is not self.own:
+            self.home.put_back(self.own, staged)
 
     def _storage_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))

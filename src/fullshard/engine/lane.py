@@ -4,8 +4,9 @@ Buffers, for R ranks, a layout of total = R * interval elements, and this rank r
 
     buffer               elements  dtype    memory                      equation
     -------------------  --------  -------  --------------------------  --------------------------------------
-    rest                 interval  rest     always, in the lane's home  the shard, viewed by user's parameters
+    rest                 interval  rest     always, in its home         the shard, viewed by user's parameters
       with `replicate`   total                                          every rank's interval
+    compute_shard        as rest   compute  always, in its home         cast(rest), if that rests elsewhere
     full                 total     compute  while the unit is full      interval r is cast(rest), the others
                                                                         come by all-gather
     own                  interval  compute  view of full                interval r of full
@@ -48,7 +49,7 @@ from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
 from fullshard.engine.gradient_shard import LaneGradients
-from fullshard.engine.home import DeviceHome, Home
+from fullshard.engine.home import DiskHome, Home, Homes
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.wire import Wire, parameter_wire
 from fullshard.engine.writes import Writes, set_data
@@ -71,14 +72,17 @@ class Lane:
         parameters: Sequence[nn.Parameter],
         comm: Comm,
         replicated: bool,
+        homes: Homes | None = None,
     ) -> None:
         self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
         self.parameters = list(parameters)
         self.replicated = replicated
-        self.home: Home = DeviceHome(comm.device)
+        self.homes = Homes.on_device(comm.device) if homes is None else homes
+        self.home: Home = self.homes.master
         self.rest = self.home.zeros(layout.total if replicated else layout.interval, dtypes.rest)
-        # Replicated and not cast: the full value is the shard, nothing to gather or release.
-        self.permanent = replicated and dtypes.rest == dtypes.compute
+        self.complete = replicated and self.home.kind == "device"  # every element is on this device at rest
+        # Complete and not cast: the full value is the shard, nothing to gather or release.
+        self.permanent = self.complete and dtypes.rest == dtypes.compute
         self.full = self.rest if self.permanent else self._empty(layout.total, dtypes.compute)
         self.shard_views: list[torch.Tensor] = []
         self._divide()
@@ -96,6 +100,10 @@ class Lane:
         wire = parameter_wire(dtypes)
         self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
         self._node_share = NodeShare(self) if comm.two_level and self._receive is None else None
+        away = self.home.kind != "device"
+        self._edits = Writes(self.parameters) if away else None  # by user code, of the sharded parameters
+        beside = away and dtypes.rest != dtypes.compute and self._receive is None
+        self.compute_shard = ComputeShard(self) if beside else None
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | None = None  # the gather in flight
@@ -130,7 +138,8 @@ class Lane:
 
     def make_gradients(self) -> LaneGradients:
         """A new gradient shard, of zeros."""
-        self.gradients = LaneGradients(self.layout, self.dtypes.rest, self.comm, self.home, self.replicated)
+        home = self.homes.gradients
+        self.gradients = LaneGradients(self.layout, self.dtypes.rest, self.comm, home, self.replicated)
         self._show(self.gradients.views)
         return self.gradients
 
@@ -149,6 +158,7 @@ class Lane:
     def gather(self, tag: OpTag, again: bool) -> None:
         """Start filling `full`. `again`: in backward, with the values that this pass's forward gathered."""
         self.take_assigned()
+        self.follow_edits()
         if self.permanent:
             return
         self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
@@ -157,15 +167,33 @@ class Lane:
             return
         self._allocate()
         if self.replicated or self.unsharded is not None:
-            self.full.copy_(self.home.stage(self.rest) if self.unsharded is None else self.unsharded)
+            self.full.copy_(self._sent() if self.unsharded is None else self.unsharded)
             return
         if self._node_share is not None and self._node_share.is_kept(again):
             self.operation = self._node_share.gather(self._full_as_bytes, tag)
             return
-        self.own.copy_(self.home.stage(self.rest))
+        self.own.copy_(self._sent())
         self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, tag)
         if self._node_share is not None:
             self._node_share.crossed(again)
+
+    def follow_edits(self) -> None:
+        """What is derived from a master that rests elsewhere is derived anew if user code wrote it."""
+        if self._edits is not None and self._edits.seen():
+            self._edits.forget()
+            if isinstance(self.home, DiskHome):
+                self.home.edited(self.rest)
+            if self.compute_shard is not None:
+                self.compute_shard.is_current = False
+
+    def stepped(self) -> None:
+        """An optimizer's step wrote the sharded parameters, and the compute shard with them."""
+        if self._edits is not None:
+            self._edits.forget()
+
+    def _sent(self) -> torch.Tensor:
+        """What a gather sends, on the compute device, in the dtype of rest or of compute."""
+        return self.home.stage(self.rest) if self.compute_shard is None else self.compute_shard.staged()
 
     def _allocate(self) -> None:
         if not self._storage.nbytes():
@@ -209,7 +237,7 @@ class Lane:
                 has = f"this rank holds {tuple(view.shape)} of"
                 self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
         with torch.inference_mode(False), torch.no_grad():
-            self.rest.data = torch.zeros_like(self.rest)
+            self.rest.data = self.home.zeros(len(self.rest), self.rest.dtype)
             self._divide()
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
@@ -279,6 +307,8 @@ class Lane:
         """The shard takes this rank's elements of the full value."""
         if not self.permanent:
             self.home.put_back(self.rest, self.full if self.replicated else self.own)
+        if self.compute_shard is not None:
+            self.compute_shard.is_current = False
         if self._node_share is not None:
             self._node_share.invalidate()
 
@@ -295,9 +325,9 @@ class Lane:
         """
         shard = self.rest if shard is None else shard
         if self.replicated:
-            return shard
+            return shard if shard is not self.rest else self.home.stage(shard)
         flat = self._empty(self.layout.total, shard.dtype)
-        self.own_interval(flat).copy_(self.home.stage(shard))
+        self.own_interval(flat).copy_(shard)
         return self._gather_flat(flat, tag)
 
     def gather_pieces(self, pieces: dict[int, torch.Tensor], dtype: torch.dtype, tag: OpTag) -> torch.Tensor:
@@ -322,12 +352,12 @@ class Lane:
     def unshard(self) -> None:
         """Show every element, in the dtype of rest, in the user's parameters (fs.full): a collective."""
         self.take_assigned()
-        if self.replicated:
+        if self.complete:
             self._show_dtensors(self.rest.data)
             return
         self.unsharded = flat = self.gather_full_precision(self.comm.tag(self.unit, "full"))
         for parameter, piece in zip(self.parameters, self.layout.pieces, strict=True):
-            parameter.data = piece_view(flat, piece)
+            set_data(parameter, piece_view(flat, piece))
         self._show_dtensors(flat)
 
     def reshard(self, writeback: bool) -> None:
@@ -341,7 +371,10 @@ class Lane:
         if self.unsharded is None:
             return
         if writeback:
-            self.home.put_back(self.rest, self.own_interval(self.unsharded))
+            own = self.unsharded if self.replicated else self.own_interval(self.unsharded)
+            self.home.put_back(self.rest, own)
+            if self.compute_shard is not None:
+                self.compute_shard.is_current = False
         self.unsharded = None
         self.show_sharded()
 
@@ -375,11 +408,36 @@ class Lane:
 
     def show_sharded(self) -> None:
         for parameter, view in zip(self.parameters, self.shard_views, strict=True):
-            parameter.data = view
+            set_data(parameter, view)
 
     @property
     def trainable(self) -> list[bool]:
         return list(map(_requires_grad, self.parameters))
+
+
+class ComputeShard:
+    """The shard in the compute dtype, beside a master that does not rest on the compute device.
+
+    An optimizer's step writes both. It is cast anew when the engine or user code has written the master.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane, self._home = lane, lane.homes.compute
+        self._values = self._home.zeros(len(lane.rest), lane.dtypes.compute)
+        self.is_current = False
+
+    def staged(self) -> torch.Tensor:
+        if self.is_current:
+            return self._home.stage(self._values)
+        lane = self._lane
+        cast = lane.home.stage(lane.rest).to(lane.dtypes.compute)
+        self._home.put_back(self._values, cast)
+        self.is_current = True
+        return cast
+
+    def store(self, start: int, master: torch.Tensor) -> None:
+        """Elements from `start` on of a master that an optimizer's step has on the compute device."""
+        self._home.store(self._values, start, master.to(self._values.dtype))
 
 
 class NodeShare:

@@ -30,6 +30,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.optimizer_trial import Placed, is_compiled_call, try_on_shards
 from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.streamed_step import StreamedStep
 from fullshard.errors import OptimizerError, StateError
 from fullshard.plan.layout import Region
 
@@ -52,6 +53,7 @@ class _Checked:
     plain_gradients: bool
     groups: list[tuple[int, list[str]]]  # those with sharded parameters; the settings that ranks compare
     identity: int  # a checksum of its class and of the sharded parameters in each group
+    streamed: StreamedStep | None  # for values that do not rest on the compute device
 
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
@@ -120,17 +122,35 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for holder in runtimes:
             holder.adopt_optimizer(optimizer)
         references = [weakref.ref(r) for r in runtimes]
-        known = _checked[optimizer] = _Checked(count, references, plain, *_identity(optimizer, runtimes))
+        known = _Checked(
+            count, references, plain, *_identity(optimizer, runtimes), _streamed(optimizer, runtimes)
+        )
+        _checked[optimizer] = known
     live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
     _note_step(optimizer, known, live)
     if live and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
-        after = functools.partial(_closed, closure, live, optimizer if known.plain_gradients else None)
+        after = functools.partial(_closed, closure, live, optimizer, known)
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
     _require_gradients(live)
+    Step.running += bool(live)
+    _show_gradients(optimizer, known)
+    return None
+
+
+def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
+    runtimes = [runtime for runtime in runtimes if runtime.options.offload is not None]
+    lanes = [lane for runtime in runtimes for lane in runtime.lanes]
+    chunk = min((r.options.offload.chunk for r in runtimes if r.options.offload is not None), default=1)
+    return StreamedStep(optimizer, lanes, chunk) if lanes else None
+
+
+def _show_gradients(optimizer: Optimizer, known: _Checked) -> None:
+    """Steps on what is offloaded run now. What remains has its gradients as this optimizer needs them."""
+    if known.streamed is not None:
+        step = type(optimizer).step
+        known.streamed.run(functools.partial(getattr(step, "__wrapped__", step), optimizer))
     if known.plain_gradients:
         _show_plain_gradients(optimizer)
-    Step.running += bool(live)
-    return None
 
 
 def _identity(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> tuple[list[tuple[int, list[str]]], int]:
@@ -171,6 +191,9 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     plain = _plain_gradients.pop(id(optimizer), None)
     if plain is not None:
         plain.restore()
+    known = _checked.get(optimizer)
+    if known is not None and known.streamed is not None:
+        known.streamed.finish()
 
 
 def _show_plain_gradients(optimizer: Optimizer) -> None:
@@ -179,15 +202,15 @@ def _show_plain_gradients(optimizer: Optimizer) -> None:
     _plain_gradients[id(optimizer)] = PlainGradients(held)
 
 
-def _closed(closure: Callable[[], Any], runtimes: list[Runtime], plainly_for: Optimizer | None) -> Any:
+def _closed(
+    closure: Callable[[], Any], runtimes: list[Runtime], optimizer: Optimizer, known: _Checked
+) -> Any:
     running, Step.running = Step.running, 0
-    if plainly_for is not None:
-        _after_step(plainly_for)
+    _after_step(optimizer)
     loss = closure()
     _require_gradients(runtimes)
-    if plainly_for is not None:
-        _show_plain_gradients(plainly_for)
     Step.running = max(1, running)
+    _show_gradients(optimizer, known)
     return loss
 
 
@@ -232,7 +255,7 @@ def _is_element_wise_with_plain_gradients(
         id(p): Placed(piece.shape, piece.order, lane.layout.shard_sizes(piece))
         for runtime in runtimes
         for lane in runtime.lanes
-        if not lane.replicated or lane.specs
+        if not lane.replicated or lane.specs or lane.homes.streams_steps
         for p, piece in zip(lane.parameters, lane.layout.pieces, strict=True)
         if id(p) in held
     }

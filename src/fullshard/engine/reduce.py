@@ -270,12 +270,14 @@ class Reduction:
         lane = flight.reduction.lane
         gradients = lane.gradients
         assert gradients is not None
+        own = gradients.staged()
         if gradients.live or lane.dtypes.sum != lane.dtypes.rest:
-            total = torch.empty_like(gradients.own, dtype=lane.dtypes.sum, device=lane.home.compute_device)
+            total = torch.empty_like(own, dtype=lane.dtypes.sum)
             flight.wire.mean(flight.received, flight.divisor, total)
-            (gradients.own.add_ if gradients.live else gradients.own.copy_)(total)
+            (own.add_ if gradients.live else own.copy_)(total)
         else:
-            flight.wire.mean(flight.received, flight.divisor, gradients.own)
+            flight.wire.mean(flight.received, flight.divisor, own)
+        gradients.put_back(own)
         gradients.live = True
         if isinstance(flight.sent, SendBuffer):
             flight.sent.close()
@@ -362,10 +364,14 @@ class Reduction:
         for reduction in reductions:
             lane, gradients = reduction.lane, reduction.lane.gradients
             assert gradients is not None
-            in_flight.append(self._comm.regather_gradients(gradients.flat, gradients.own, self._tag(lane)))
-        for operation in in_flight:
+            flat = gradients.home.stage(gradients.flat)
+            own = flat.view(self._comm.ranks, -1)[self._comm.rank]
+            in_flight.append((gradients, flat, self._comm.regather_gradients(flat, own, self._tag(lane))))
+        for gradients, flat, operation in in_flight:
             if operation is not None:
                 operation.wait()
+            if flat is not gradients.flat:
+                gradients.home.put_back(gradients.flat, flat)
 
     def finish_penalties(self) -> None:
         """The backward of a penalty alone is over."""

@@ -748,7 +748,7 @@ class Runtime:
 
     def _first_ranks_edits(self, lane: Lane, warn: bool) -> None:
         """Ranks that edited alike keep their own; where they differ the first rank's values are kept."""
-        values = lane.rest if lane.replicated else lane.unsharded
+        values = lane.rest if lane.complete else lane.unsharded
         if values is None:
             return
         self.comm.broadcast_in_tp_group(lane.uncut_views(values))

@@ -51,7 +51,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
 def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     lane.take_assigned()
     parameters: list[nn.Parameter] = [copy.deepcopy(p, memo) for p in lane.parameters]
-    twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.replicated)
+    twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.replicated, lane.homes)
     twin.rest.copy_(lane.rest)
     twin.show_sharded()
     twin.show_to(lane.present)

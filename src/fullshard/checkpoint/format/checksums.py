@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.crc import crc32
 from fullshard.errors import CheckpointError
-
-try:  # the same CRC-32, nine times as fast; installed by the extra `speed`
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 BLOCK_BYTES = 2**20
 _POLYNOMIAL = np.uint32(0xEDB88320)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.byte_sizes import parse_size
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import print_report, progress
 from fullshard.tools.cli.shared import AsJson
-from fullshard.tools.cli.values import size
 
 if TYPE_CHECKING:
     from fullshard.onnx.files import Subject
@@ -118,7 +118,7 @@ def _export_tensors(path: Path, to: Path, dtype: str | None, form: str | None, f
     options = ExportOptions(None if dtype is None else DTYPES[dtype], form or "safetensors")
     if file_size is not None:
         remedy = "Write it as 5GB or 500MiB."
-        most = size(file_size, "--file-size", remedy)
+        most = parse_size(file_size, "--file-size", remedy)
         if most < 1:
             raise OptionError(f"--file-size is {file_size!r}", remedy)
         options = replace(options, file_bytes=most)

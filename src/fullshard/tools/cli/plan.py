@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.byte_sizes import parse_size
 from fullshard.errors import OptionError
 from fullshard.option_table import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import TRAINING, AsJson, CheckpointActivations, Listing, NodeRanks, Ranks
 from fullshard.tools.cli.shared import precision as precision_option
-from fullshard.tools.cli.values import one_of, size
+from fullshard.tools.cli.values import one_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +123,7 @@ def _plan(
     remedy = "Write it as 24GiB or 80GB."
     question = Question(
         ranks=ranks,
-        memory_bytes=size(memory, "--memory", remedy),
+        memory_bytes=parse_size(memory, "--memory", remedy),
         strategies=_strategies(strategy, node_ranks),
         precision=precision,
         optimizer=optimizer,

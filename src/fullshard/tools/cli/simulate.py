@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.byte_sizes import parse_size
 from fullshard.environment import compute_device
 from fullshard.errors import OptionError
 from fullshard.option_table import TABLE
@@ -27,7 +28,7 @@ from fullshard.tools.cli.shared import (
 from fullshard.tools.cli.shared import (
     precision as precision_option,
 )
-from fullshard.tools.cli.values import choice, one_of, size
+from fullshard.tools.cli.values import choice, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -265,7 +266,7 @@ def _device(name: str | None) -> torch.device:
 def _keep_full(text: str | None) -> int | str | None:
     if text is None or text == "all":
         return text
-    return size(text, "--keep-full", "Write it as 2GiB, 500MiB, 'all' or 0.")
+    return parse_size(text, "--keep-full", "Write it as 2GiB, 500MiB, 'all' or 0.")
 
 
 SIMULATE = Command(

@@ -11,21 +11,6 @@ import typer
 from fullshard.errors import OptionError
 from fullshard.option_table import TABLE
 
-_SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def size(text: str, option: str, remedy: str) -> int:
-    """'24GiB' in bytes."""
-    number, factor = text.strip(), 1
-    for suffix, bytes_each in _SIZES.items():
-        if number.endswith(suffix):
-            number, factor = number.removesuffix(suffix), bytes_each
-            break
-    try:
-        return round(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise OptionError(f"{option} is {text!r}", remedy) from None
-
 
 def one_of(option: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
     """A callback for typer. Its own choices need an Enum or a Literal, which our tables are not."""

@@ -1,0 +1,432 @@
+"""An optimizer's step over values that do not rest on the compute device.
+
+The user's own `step` runs once per chunk, a range of a lane's shard. For its time the parameters of the
+chunk, their gradients and their states are copies on the compute device, and no other parameter has a
+gradient, so that the optimizer skips it. An element-wise step is the same for any cut: this one is exact, bit
+by bit.
+
+    fetch      master, gradients, states: home -> slab
+    step       the optimizer's own code, on the compute device
+    store      master, states: slab -> home
+
+Numbers that an optimizer counts per call, in a parameter's state, in a group or in itself, are set back
+before each chunk, so that a step counts once. Slabs are allocated once, for chunks of a fixed size.
+State that is not one value per element stays where the optimizer made it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fullshard.engine.gradients import plainly
+from fullshard.engine.home import DiskHome
+from fullshard.engine.lane import Lane
+from fullshard.engine.writes import set_data
+from fullshard.errors import OffloadError, OptimizerError, unit_label
+from fullshard.plan.layout import shard_shape
+
+ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
+
+_Key = tuple[str, torch.dtype]  # of a state
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements start to stop of a lane's shard: all or some of those of one parameter."""
+
+    index: int  # of the parameter in its lane
+    start: int
+    stop: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def is_all(self) -> bool:
+        return self.is_first and self.is_last
+
+
+@dataclass
+class Span:
+    """Neighbouring parameters of a lane that one optimizer holds, and what it keeps for them."""
+
+    lane: Lane
+    start: int
+    stop: int
+    indices: list[int]
+    states: dict[_Key, torch.Tensor] = field(default_factory=dict)  # flat, in the home of states
+
+    def state(self, key: _Key) -> torch.Tensor:
+        flat = self.states.get(key)
+        if flat is None:
+            flat = self.states[key] = self.lane.homes.state.zeros(self.stop - self.start, key[1])
+        return flat
+
+    def at_rest(self, key: _Key, index: int) -> torch.Tensor:
+        """One parameter's state, shaped as its shard is."""
+        view = self.lane.shard_views[index]
+        return self.state(key).as_strided(
+            view.shape, view.stride(), range_of(self.lane, index)[0] - self.start
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    span: Span
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+    def within(self, part: Part) -> slice:
+        return slice(part.start - self.start, part.stop - self.start)
+
+
+def range_of(lane: Lane, index: int) -> tuple[int, int]:
+    """Where a parameter's elements are in the lane's shard."""
+    piece = lane.layout.pieces[index]
+    return (piece.start, piece.stop) if lane.replicated else lane.layout.in_shard(piece, lane.comm.rank)
+
+
+def spans_of(lanes: Sequence[Lane], held: set[int]) -> list[Span]:
+    """Of each lane, the parameters with these identities, neighbours together."""
+    spans: list[Span] = []
+    for lane in lanes:
+        last: Span | None = None
+        for index, parameter in enumerate(lane.parameters):
+            if id(parameter) not in held:
+                last = None
+                continue
+            start, stop = range_of(lane, index)
+            if last is None:
+                last = Span(lane, start, start, [])
+                spans.append(last)
+            if start < stop:  # of others this rank has no element
+                last.start = start if last.start == last.stop else last.start
+                last.stop = stop
+            last.indices.append(index)
+    return spans
+
+
+def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
+    """Ranges of about `most` elements. A parameter is cut at multiples of ALIGN from its own start."""
+    parts: list[Part] = []
+
+    def chunk() -> Chunk:
+        made = Chunk(span, parts[0].start, parts[-1].stop, tuple(parts))
+        parts.clear()
+        return made
+
+    for index in span.indices:
+        first, last = range_of(span.lane, index)
+        if first == last:  # this rank has no element of it; its state is made all the same
+            at = parts[-1].stop if parts else span.start
+            parts.append(Part(index, at, at, is_first=True, is_last=True))
+            continue
+        start = first
+        while start < last:
+            room = most - (start - parts[0].start if parts else 0)
+            stop = last if last - start <= room else start + room // ALIGN * ALIGN
+            if stop <= start and parts:
+                yield chunk()
+                continue
+            stop = min(last, max(stop, start + ALIGN))
+            parts.append(Part(index, start, stop, is_first=start == first, is_last=stop == last))
+            start = stop
+    if parts:
+        yield chunk()
+
+
+class StreamedStep:
+    """The streamed part of the steps of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._reference = weakref.ref(optimizer)  # whoever steps it holds it
+        self._lanes = [lane for lane in lanes if lane.homes.streams_steps]
+        self._parameters = [p for lane in self._lanes for p in lane.parameters if id(p) in held]
+        self._chunks = [c for span in spans_of(self._lanes, held) for c in chunks_of(span, chunk)]
+        # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
+        self._on_disk = [c for c in self._chunks if isinstance(c.span.lane.homes.state, DiskHome)]
+        self._in_memory = [c for c in self._chunks if c not in self._on_disk]
+        homes = [home for lane in self._lanes for home in (lane.home, lane.homes.state)]
+        self._disk = list({id(home): home for home in homes if isinstance(home, DiskHome)}.values())
+        self._slabs: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
+        self._states: dict[nn.Parameter, _State] = {}
+        self._counted: _Numbers | None = None
+        self._num_states = 0
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """`step` on everything that is streamed. That on all other parameters, torch's own call, follows."""
+        self._hidden = {p: p.grad for p in self._parameters if p.grad is not None}
+        if not self._hidden:
+            return
+        before = _Numbers(self._optimizer)
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        others = [(p, p.grad) for p in held if p.grad is not None and p not in self._hidden]
+        for parameter in held:
+            parameter.grad = None
+        for lane in self._lanes:
+            lane.follow_edits()
+        try:
+            if self._disk:
+                self._run_on_disk(before, step)
+            self._run(self._in_memory, before, step)
+        finally:
+            for parameter, gradient in others:
+                parameter.grad = gradient
+        for lane in self._lanes:
+            lane.stepped()
+        self._states.clear()
+        self._counted = _Numbers(self._optimizer)
+        before.restore()
+
+    def _run(self, chunks: Sequence[Chunk], before: _Numbers, step: Callable[[], Any]) -> None:
+        for chunk in chunks:
+            if any(chunk.span.lane.parameters[part.index] in self._hidden for part in chunk.parts):
+                before.restore()
+                self._step(chunk, step)
+
+    def _run_on_disk(self, before: _Numbers, step: Callable[[], Any]) -> None:
+        """All of it, on all ranks, or nothing."""
+        problem: OffloadError | None = None
+        try:
+            try:
+                self._run(self._on_disk, before, step)
+                for home in self._disk:
+                    home.complete()
+            except OffloadError as error:
+                problem = error
+            self._on_disk[0].span.lane.comm.raise_together(problem)
+        except BaseException:
+            self._undo(before)
+            raise
+        for home in self._disk:
+            home.commit()
+
+    def _undo(self, before: _Numbers) -> None:
+        for home in self._disk:
+            home.abandon()
+        for chunk in self._on_disk:
+            if chunk.span.lane.compute_shard is not None:
+                chunk.span.lane.compute_shard.is_current = False
+        for state in self._states.values():
+            state.undo()
+        self._states.clear()
+        before.restore()
+        self.finish()
+
+    def finish(self) -> None:
+        """Torch's own call is over. Gradients are there again, and what both have counted counts once."""
+        for parameter, gradient in self._hidden.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._hidden = {}
+        if self._counted is not None:
+            self._counted.restore()
+            self._counted = None
+            self._sort_states()
+
+    def _sort_states(self) -> None:
+        """States are in the order of parameters, as after any step, and not in that of this rank's chunks."""
+        states = self._optimizer.state
+        if len(states) != self._num_states:
+            held = [p for group in self._optimizer.param_groups for p in group["params"] if p in states]
+            states.update([(p, states.pop(p)) for p in held])
+            self._num_states = len(states)
+
+    def _step(self, chunk: Chunk, step: Callable[[], Any]) -> None:
+        lane = chunk.span.lane
+        shown = [part for part in chunk.parts if lane.parameters[part.index] in self._hidden]
+        for part in shown:
+            if part.is_first:
+                parameter = lane.parameters[part.index]
+                self._states[parameter] = _State(self._optimizer, chunk.span, part.index, parameter)
+        master = self._slab(chunk, ".master", lane.rest.dtype)
+        lane.home.fetch(lane.rest, chunk.start, master)
+        gradients = self._fetch_gradients(chunk, shown)
+        staged = {key: self._fetch_state(chunk, key) for key in chunk.span.states}
+        try:
+            for part in shown:
+                parameter, own = lane.parameters[part.index], chunk.within(part)
+                set_data(parameter, _shaped(master[own], lane, part))
+                parameter.grad = _shaped(gradients[own], lane, part)
+                states = {key: _shaped(slab[own], lane, part) for key, slab in staged.items()}
+                self._states[parameter].show(states)
+            step()
+            for part in shown:
+                self._take_states(chunk, part, staged)
+        finally:
+            for part in shown:
+                parameter = lane.parameters[part.index]
+                parameter.grad = None
+                set_data(parameter, lane.shard_views[part.index])
+        lane.home.store(lane.rest, chunk.start, master)
+        if lane.compute_shard is not None:
+            lane.compute_shard.store(chunk.start, master)
+        for key, slab in staged.items():
+            lane.homes.state.store(chunk.span.states[key], chunk.start - chunk.span.start, slab)
+        for part in shown:
+            if part.is_last:
+                self._states[lane.parameters[part.index]].rest()
+
+    def _take_states(self, chunk: Chunk, part: Part, staged: dict[_Key, torch.Tensor]) -> None:
+        """What the step has made or replaced for one parameter goes into the slabs."""
+        lane, state = chunk.span.lane, self._states[chunk.span.lane.parameters[part.index]]
+        for key, value in state.take(part).items():
+            if key not in staged:
+                chunk.span.state(key)
+                staged[key] = self._fetch_state(chunk, key)
+            place = _shaped(staged[key][chunk.within(part)], lane, part)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+
+    def _fetch_state(self, chunk: Chunk, key: _Key) -> torch.Tensor:
+        slab = self._slab(chunk, *key)
+        chunk.span.lane.homes.state.fetch(chunk.span.states[key], chunk.start - chunk.span.start, slab)
+        return slab
+
+    def _slab(self, chunk: Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        slab = self._slabs.get((kind, dtype))
+        if slab is None:
+            size = max(c.stop - c.start for c in self._chunks)
+            device = chunk.span.lane.home.compute_device
+            slab = self._slabs[kind, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return slab[: chunk.stop - chunk.start]
+
+    def _fetch_gradients(self, chunk: Chunk, shown: Sequence[Part]) -> torch.Tensor:
+        lane = chunk.span.lane
+        own = lane.gradients
+        slab = self._slab(chunk, ".gradients", lane.rest.dtype)
+        foreign = shown
+        if own is not None:
+            slab.copy_(own.flat[chunk.start : chunk.stop], non_blocking=True)
+            foreign = [p for p in shown if self._hidden[lane.parameters[p.index]] is not own.views[p.index]]
+        for part in foreign:
+            with plainly():
+                given = self._hidden[lane.parameters[part.index]].detach()
+                place = slab[chunk.within(part)]
+                if part.is_all:
+                    _shaped(place, lane, part).copy_(given)
+                else:
+                    start, _ = range_of(lane, part.index)
+                    flat = (
+                        torch.empty_like(lane.shard_views[part.index])
+                        .copy_(given)
+                        .as_strided((given.numel(),), (1,))
+                    )
+                    place.copy_(flat[part.start - start : part.stop - start])
+        return slab
+
+
+def _shaped(flat: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
+    """Shaped as the parameter's shard is, if all of it is there, or as a smaller one would be."""
+    view = lane.shard_views[part.index]
+    if part.is_all:
+        return flat.as_strided(view.shape, view.stride())
+    return flat.view(shard_shape(tuple(view.shape), len(flat)))
+
+
+class _State:
+    """What an optimizer keeps for one parameter, during a step that runs in chunks."""
+
+    def __init__(self, optimizer: Optimizer, span: Span, index: int, parameter: nn.Parameter) -> None:
+        self._all, self._span, self._index, self._parameter = optimizer.state, span, index, parameter
+        known = dict(optimizer.state.get(parameter) or {})
+        shape = span.lane.shard_views[index].shape
+        self._keys = {k: (k, v.dtype) for k, v in known.items() if _is_element_wise(v, shape)}
+        for name, key in self._keys.items():
+            place = span.at_rest(key, index)
+            if known[name].data_ptr() != place.data_ptr():  # loaded, or made by the constructor
+                place.copy_(known[name])
+        self._keys_before = self._keys
+        self._numbers = _Snapshot({k: v for k, v in known.items() if k not in self._keys})
+        self._is_new = not known
+
+    def show(self, staged: Mapping[_Key, torch.Tensor]) -> None:
+        if self._is_new:
+            self._all.pop(self._parameter, None)  # for each of its parts the optimizer makes it anew
+            return
+        state = self._all[self._parameter]
+        self._numbers.restore(state)
+        state.update({name: staged[key] for name, key in self._keys.items()})
+
+    def take(self, part: Part) -> dict[_Key, torch.Tensor]:
+        """The values of one part, after the step on it."""
+        shape = self._parameter.shape
+        state = self._all.get(self._parameter) or {}
+        made = {name: value for name, value in state.items() if _is_element_wise(value, shape)}
+        strange = next((k for k, v in state.items() if k not in made and _numel(v) > 1), None)
+        if strange is not None and not part.is_all:
+            raise OptimizerError(
+                f"{unit_label(self._span.lane.unit)}: state {strange!r} of parameter "
+                f"{self._span.lane.layout.pieces[self._index].name!r} is not one value per element, and the "
+                f"parameter is too large for one chunk of an offloaded step",
+                "Use an optimizer whose state has the parameter's shape, or leave out offload.",
+            )
+        self._keys = {name: (name, value.dtype) for name, value in made.items()}
+        return {(name, value.dtype): value for name, value in made.items()}
+
+    def undo(self) -> None:
+        """As it was before the step."""
+        if self._is_new:
+            self._all.pop(self._parameter, None)
+            return
+        self._keys = self._keys_before
+        self._numbers.restore(self._all[self._parameter])
+        self.rest()
+
+    def rest(self) -> None:
+        """The step on all its parts is over."""
+        if self._keys:
+            at_rest = {name: self._span.at_rest(key, self._index) for name, key in self._keys.items()}
+            self._all[self._parameter].update(at_rest)
+
+
+def _is_element_wise(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+
+
+def _numel(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else 1
+
+
+class _Snapshot:
+    """The numbers in a dict, and how to set them back."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._numbers = {k: v for k, v in values.items() if isinstance(v, bool | int | float | complex)}
+        tensors = [v for v in values.values() if isinstance(v, torch.Tensor) and v.dim() == 0]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self, values: dict[str, Any]) -> None:
+        values.update(self._numbers)
+        for tensor, value in self._tensors:
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+class _Numbers:
+    """What an optimizer counts in its groups and in itself."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        places = [vars(optimizer), *optimizer.param_groups]
+        self._places = [(place, _Snapshot(place), set(place)) for place in places]
+
+    def restore(self) -> None:
+        for place, snapshot, keys in self._places:
+            for key in [k for k in place if k not in keys and isinstance(place[k], bool | int | float)]:
+                del place[key]  # made by the step
+            snapshot.restore(place)

@@ -1,0 +1,77 @@
+"""Which values rest away from the compute device: the `offload` option."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.byte_sizes import parse_size
+from fullshard.errors import OptionError
+from fullshard.keywords import checked_keywords
+
+KINDS = ("compute", "master", "gradients", "state")
+_OTHER_NAMES = {
+    **dict.fromkeys(("nvme_path", "path", "folder"), "Write disk=FOLDER."),
+    **dict.fromkeys(("cpu", "cpu_memory", "max_cpu_memory"), "Write host='90GiB'."),
+    **dict.fromkeys(("gpu", "gpu_memory", "memory"), "Write device='22GiB'."),
+    **dict.fromkeys(("pin_memory", "buffer_count", "fast_init"), "Leave it out: host memory is page-locked."),
+}
+
+
+@checked_keywords(_OTHER_NAMES)
+@dataclass(frozen=True)
+class Offload:
+    """A budget for values at rest. They fill the device first, then the host, then the disk.
+
+    device: bytes of values at rest that stay on the compute device of each rank ('22GiB'); 'auto' is what is
+        free there, less what computing needs.
+    host: bytes on each host, which its ranks share; None: no limit, 'auto': what is free there.
+    disk: a folder for masters and optimizer state that exceed that.
+    kinds: what may rest elsewhere: 'compute' (the shards that gathers send), 'master' (those that the
+        optimizer updates, where parameters are cast), 'gradients' and 'state' (what the optimizer keeps).
+    chunk: elements of each kind that an optimizer's step has on the compute device at once.
+    """
+
+    device: int | str = 0
+    host: int | str | None = None
+    disk: str | os.PathLike[str] | None = None
+    kinds: tuple[str, ...] = KINDS
+    chunk: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in ("device", "host"):
+            value = getattr(self, name)
+            if not (value == "auto" or (name == "host" and value is None)):
+                object.__setattr__(self, name, _bytes(name, value))
+        if self.disk is not None and not isinstance(self.disk, str | os.PathLike):
+            raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
+        if not isinstance(self.kinds, tuple) or not self.kinds or set(self.kinds) - set(KINDS):
+            raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")
+        if not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1:
+            raise OptionError(f"Offload.chunk is {self.chunk!r}", "Give a number of elements.")
+
+
+def _bytes(name: str, value: Any) -> int:
+    remedy = "Give bytes, a size such as '22GiB', or 'auto'."
+    if isinstance(value, str):
+        value = parse_size(value, f"Offload.{name}", remedy)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise OptionError(f"Offload.{name} is {value!r}", remedy)
+    return value
+
+
+PRESETS = {
+    "host": Offload(),
+    "optimizer": Offload(kinds=("master", "gradients", "state")),
+    "auto": Offload(device="auto", host="auto"),
+}
+
+
+def parse(value: Any) -> Offload | None:
+    if value is None or isinstance(value, Offload):
+        return value
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    known = ", ".join(map(repr, PRESETS))
+    raise OptionError(f"offload is {value!r}", f"Give None, one of {known}, or an fs.Offload.")

@@ -1,0 +1,141 @@
+"""Offloaded values train with the bits of a run that keeps everything on the compute device."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engines
+import fullshard as fs
+import ranks
+from engines import my_rank
+
+STEPS = 4
+HOMES: dict[str, Any] = {
+    "host": "host",
+    "optimizer": "optimizer",
+    "small chunks": fs.Offload(chunk=7),
+    "state alone": fs.Offload(kinds=("state",), chunk=600),
+    "compute alone": fs.Offload(kinds=("compute",)),
+}
+
+
+def offloads(folder: Path, copies: int) -> dict[str, Any]:
+    disk = fs.Offload(chunk=600, host=24_000 * copies, disk=folder)
+    return {**HOMES, "disk": disk, "all three": dataclasses.replace(disk, device=6_000)}
+
+
+SHARDED = [
+    (strategy, precision)
+    for strategy in ("zero3", "zero2", "zero1", "replicate")
+    for precision in ("fp32", "bf16", "8-bit")
+]
+OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, OptimizerFn] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+class Net(engines.Net):
+    """Parameters that are cut by chunks of the smallest size, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(
+            nn.Linear(engines.WIDTH, 150), nn.Tanh(), nn.Linear(150, engines.WIDTH)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def precision_of(name: str) -> Any:
+    if name != "8-bit":
+        return name
+    return fs.Precision(compute=torch.bfloat16, gather=torch.int8, wire=torch.int8)
+
+
+def trained(
+    optimizer_fn: OptimizerFn = OPTIMIZERS["AdamW"], *, accumulate: int = 1, **options: Any
+) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    """Losses, norms, and afterwards every value of the model and of the optimizer, unsharded."""
+    model = engines.shard_blocks(engines.build(Net), **options)
+    optimizer = optimizer_fn(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses, norms = [], []
+    for step in range(STEPS):
+        for part in range(accumulate):
+            loss = engines.loss_of(model, engines.batch(step * accumulate + part, my_rank()))
+            if part + 1 < accumulate:
+                with fs.accumulate(model):
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).clone())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    states = optimizer.state_dict()["state"].items()
+    values: dict[str, Any] = {f"{i}.{key}": v for i, state in states for key, v in state.items()}
+    values = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in values.items()}
+    with fs.full(model):
+        values |= {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, norms, values
+
+
+def same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert all(map(torch.equal, one[1], other[1]))
+    assert one[2].keys() == other[2].keys()
+    for name, value in one[2].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[2][name])), name
+
+
+def _strategies(cases: list[tuple[str, str]], folder: Path) -> None:
+    for strategy, precision in cases:
+        options: dict[str, Any] = {"strategy": strategy, "precision": precision_of(precision)}
+        expected = trained(**options)
+        copies = torch.distributed.get_world_size() if strategy == "replicate" else 1
+        copies *= 2 if precision == "8-bit" else 1  # it pads to blocks
+        for name, offload in offloads(folder, copies).items():
+            try:
+                same(trained(offload=offload, **options), expected)
+            except Exception as error:
+                raise AssertionError(f"{strategy}, {precision}, {name}: {error!r}") from error
+    gc.collect()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_offloaded_training_has_the_bits_of_training_without(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run(_strategies, num_ranks, SHARDED, tmp_path)
+    assert not list(tmp_path.iterdir())  # folders go with the models
+
+
+def _optimizers(folder: Path) -> None:
+    for name, optimizer_fn in OPTIMIZERS.items():
+        expected = trained(optimizer_fn, accumulate=2)
+        for offload in ("host", fs.Offload(chunk=11), fs.Offload(host=24_000, disk=folder)):
+            try:
+                same(trained(optimizer_fn, accumulate=2, offload=offload), expected)
+            except Exception as error:
+                raise AssertionError(f"{name}, {offload}: {error!r}") from error
+
+
+def test_every_element_wise_optimizer_of_torch_steps_in_chunks_with_the_same_bits(tmp_path: Path) -> None:
+    ranks.run(_optimizers, 2, tmp_path)

@@ -1,0 +1,255 @@
+"""Everything that works without offload works with it, and leaves the same bits."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engines
+import fullshard as fs
+import ranks
+from engines import my_rank
+
+OFFLOADS = ("host", "optimizer", fs.Offload(chunk=300))
+Run = Callable[[dict[str, Any], Path], Any]
+
+
+def new(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = engines.shard_blocks(engines.build(), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    loss = engines.loss_of(model, engines.batch(step, my_rank()))
+    loss.backward()
+    return loss.detach()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
+    for number in numbers:
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    with fs.full(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# --- what is done with a model ------------------------------------------------------------------------------
+
+
+def edited_in_fs_full(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0)
+    with fs.full(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    steps(model, optimizer, 1)
+    return values(model)
+
+
+def edited_in_place(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0)
+    kept = next(iter(model.parameters())).data
+    for number, edit in enumerate((lambda p: p.mul_(0.5), lambda p: p.data.add_(0.1), _assigned)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                edit(parameter)
+        steps(model, optimizer, number + 1)
+        if number < 2:
+            kept.add_(0.25)
+            steps(model, optimizer, number + 5)
+    return values(model)
+
+
+def _assigned(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.75
+
+
+def copied(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0)
+    twin = copy.deepcopy(model)
+    steps(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), 1)
+    steps(model, optimizer, 2)
+    return values(model) | {f"twin.{name}": value for name, value in values(twin).items()}
+
+
+def frozen_for_a_while(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    for number in range(4):
+        for parameter in model.blocks[0].parameters():  # type: ignore[union-attr,operator]
+            parameter.requires_grad_(number % 2 == 0)
+        steps(model, optimizer, number)
+    return values(model)
+
+
+def adapter_over_a_frozen_base(options: dict[str, Any], _: Path) -> Any:
+    model = engines.build()
+    for parameter in model.blocks.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    model = engines.shard_blocks(model, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    steps(model, optimizer, 0, 1, 2)
+    return values(model)
+
+
+def with_a_closure(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    losses = [optimizer.step(lambda n=n: (optimizer.zero_grad(), backward(model, n))[1]) for n in range(3)]  # type: ignore[misc]
+    return values(model) | {str(i): loss for i, loss in enumerate(losses)}
+
+
+def with_a_scaler(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for number in range(3):
+        loss = engines.loss_of(model, engines.batch(number, my_rank()))
+        scaler.scale(loss * (torch.inf if number == 1 and my_rank() == 0 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return values(model) | {"scale": torch.tensor(scaler.get_scale())}
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps in its group and in itself, as many published optimizers do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = group["lr"] / group["k"] / (1 + self.calls)
+                    average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                    average.mul_(0.9).add_(parameter.grad)
+                    parameter.add_(average, alpha=-rate)
+
+
+def with_an_optimizer_that_counts(options: dict[str, Any], _: Path) -> Any:
+    model, _adamw = new(options)
+    optimizer = Counting(model.parameters())
+    steps(model, optimizer, 0, 1, 2)
+    assert (optimizer.calls, optimizer.param_groups[0]["k"]) == (3, 3)
+    return values(model)
+
+
+def with_two_optimizers(options: dict[str, Any], _: Path) -> Any:
+    model, _adamw = new(options)
+    matrices = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+    first, second = torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(others, lr=0.1, momentum=0.5)
+    for number in range(3):
+        backward(model, number)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+def inferred(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0)
+    with fs.inference(model), torch.no_grad():
+        out = model(engines.batch(0, 0)[0])
+    steps(model, optimizer, 1)
+    return values(model) | {"out": out}
+
+
+def state_dicts_taken_and_loaded(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0, 1)
+    taken = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(model, optimizer, 2)
+    model.load_state_dict(taken[0])
+    optimizer.load_state_dict(taken[1])
+    steps(model, optimizer, 3)
+    return values(model)
+
+
+USES: dict[str, Run] = {
+    run.__name__: run
+    for run in (
+        edited_in_fs_full,
+        edited_in_place,
+        copied,
+        frozen_for_a_while,
+        adapter_over_a_frozen_base,
+        with_a_closure,
+        with_a_scaler,
+        with_an_optimizer_that_counts,
+        with_two_optimizers,
+        inferred,
+        state_dicts_taken_and_loaded,
+    )
+}
+
+
+def _use(num_ranks: int, folder: Path) -> None:
+    for name, run in USES.items():
+        for options in ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate"}):
+            expected = run(dict(options), folder)
+            copies = num_ranks if "strategy" in options and options["strategy"] == "replicate" else 1
+            for offload in (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder)):
+                try:
+                    found = run({**options, "offload": offload}, folder)
+                    assert found.keys() == expected.keys()
+                    for key, value in expected.items():
+                        assert torch.equal(found[key], value), key
+                except Exception as error:
+                    raise AssertionError(f"{name}, {options}, {offload}: {error!r}") from error
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_use_of_a_model_leaves_the_same_bits(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run(_use, num_ranks, num_ranks, tmp_path, timeout_s=120)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def _saved(folder: Path) -> list[dict[str, Tensor]]:
+    """Each run saves, and goes on from what the other has saved."""
+    found = []
+    for name, offload in (("plain", None), ("offloaded", "host")):
+        model, optimizer = new({"precision": "bf16", "offload": offload})
+        steps(model, optimizer, 0, 1)
+        fs.save(folder / name, model, optimizer)
+    for name, offload in (("plain", "host"), ("offloaded", None), ("offloaded", "optimizer")):
+        model, optimizer = new({"precision": "bf16", "offload": offload})
+        fs.load(folder / name, model, optimizer)
+        steps(model, optimizer, 2)
+        found.append(values(model))
+    return found
+
+
+def test_checkpoints_are_the_same_bytes_and_load_either_way(tmp_path: Path) -> None:
+    for found in ranks.run(_saved, 2, tmp_path):
+        for other in found[1:]:
+            assert all(torch.equal(found[0][name], other[name]) for name in found[0])
+    plain, offloaded = (_digests(tmp_path / name) for name in ("plain", "offloaded"))
+    assert plain == offloaded
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*.safetensors")) if path.is_file()]
+    assert files
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
