@@ -32,11 +32,12 @@ def offloads(folder: Path, copies: int) -> dict[str, Any]:
     return {**HOMES, "disk": disk, "all three": dataclasses.replace(disk, device=6_000)}
 
 
-SHARDED = [
+ALL = [
     (strategy, precision)
     for strategy in ("zero3", "zero2", "zero1", "replicate")
     for precision in ("fp32", "bf16", "8-bit")
 ]
+FEW = [("zero3", "fp32"), ("zero3", "8-bit"), ("zero1", "bf16"), ("replicate", "bf16")]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, OptimizerFn] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -121,10 +122,23 @@ def _strategies(cases: list[tuple[str, str]], folder: Path) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def _compare(num_ranks: int, cases: list[tuple[str, str]], folder: Path) -> None:
+    ranks.run(_strategies, num_ranks, cases, folder)
+    assert not list(folder.iterdir())  # folders go with the models
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_offloaded_training_has_the_bits_of_training_without(num_ranks: int, tmp_path: Path) -> None:
-    ranks.run(_strategies, num_ranks, SHARDED, tmp_path)
-    assert not list(tmp_path.iterdir())  # folders go with the models
+    _compare(num_ranks, FEW, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", ALL, ids="-".join)
+def test_every_strategy_trains_with_the_same_bits(
+    num_ranks: int, case: tuple[str, str], tmp_path: Path
+) -> None:
+    _compare(num_ranks, [case], tmp_path)
 
 
 def _optimizers(folder: Path) -> None:
