@@ -24,6 +24,7 @@ class UnitPolicy:
     casts: Casts | None = None
     divisor: float | None = None  # of gradient sums; None: the number of ranks that took part
     zero_unused: bool = False  # parameters that no rank used get zeros, where others of their lane were used
+    offload: bool = True  # False: its values rest on the compute device, whatever the option `offload` is
     direct_bytes: int | None = None  # weight gradients from this size on are written where they are sent from
 
 

@@ -91,10 +91,43 @@ def _through_torchs_signatures(world: int, rank: int) -> list[list[float]]:
     return norms
 
 
+def _offloaded_by_torchs_signatures(world: int, rank: int) -> list[list[float]]:
+    """Parameters rest on the host, and batches too: both signatures move them, as torch does."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from fullshard.torch_fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
+    from fullshard.torch_fsdp.wrap import ModuleWrapPolicy
+
+    mine = [_batch(step, rank).cpu() for step in range(3)]
+    norms = []
+    for device in ("cuda", "cpu"):
+        second = _net(device)
+        for block in second.blocks:
+            fully_shard(block, offload_policy=CPUOffloadPolicy())
+        fully_shard(second, offload_policy=CPUOffloadPolicy())
+        first = FullyShardedDataParallel(
+            _net(device), cpu_offload=CPUOffload(True), device_id=0,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+        )  # fmt: skip
+        norms += [_train(second, mine), _train(first, mine)]
+        for model in (second, first):
+            assert {p.device.type for p in model.parameters()} == {"cpu"}
+            model.to("cuda")  # it computes there: nothing to do
+        weight = second.head.weight.full_tensor()
+        assert (weight.device.type, weight.shape) == ("cpu", (8, 128))
+    with torch.device("meta"):
+        last = Net()
+    fully_shard(last, offload_policy=CPUOffloadPolicy())
+    last.to_empty(device="cpu")
+    last.load_state_dict(_net("cpu").state_dict())
+    return [*norms, _train(last, mine)]
+
+
 def _signatures() -> tuple[list[float], list[list[float]]]:
     _exact()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return _expected(world), _through_torchs_signatures(world, rank)
+    found = _through_torchs_signatures(world, rank) + _offloaded_by_torchs_signatures(world, rank)
+    return _expected(world), found
 
 
 @pytest.mark.parametrize("world", [1, 2])

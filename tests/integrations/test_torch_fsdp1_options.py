@@ -51,7 +51,7 @@ def _refused() -> dict[str, tuple[str, str, str]]:
     turned = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([1, 0]))
     sharded = door.StateDictType.SHARDED_STATE_DICT
     tries: dict[str, Callable[[], Any]] = {
-        "offload_params": lambda: FSDP(build(), cpu_offload=door.CPUOffload(offload_params=True)),
+        "cpu_offload": lambda: FSDP(build(), cpu_offload="host"),
         "keep_low_precision_grads": lambda: mixed_with(keep_low_precision_grads=True),
         "_module_classes_to_ignore": lambda: FSDP(
             build(),
@@ -86,7 +86,7 @@ def _refused() -> dict[str, tuple[str, str, str]]:
 
 
 def test_what_cannot_be_honoured_is_refused_by_name_with_a_remedy() -> None:
-    supported = {"offload_params", "keep_low_precision_grads", "_module_classes_to_ignore", "_use_dtensor",
+    supported = {"keep_low_precision_grads", "_module_classes_to_ignore", "_use_dtensor",
                  "register_comm_hook", "NO_SHARD", "other ranks", "rank0_only", "with_grads"}  # fmt: skip
     for found in ranks.run(_refused, 2, init=True, timeout_s=120):
         for what, (kind, message, remedy) in found.items():

@@ -718,7 +718,6 @@ def test_torchs_state_dict_functions_save_and_load_all_of_it(tmp_path: Path) -> 
 
 def _refused() -> dict[str, tuple[str, str]]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy as TorchsPolicy
     from torch.distributed.tensor import Shard
 
     from fullshard import torch_fsdp as t
@@ -736,8 +735,7 @@ def _refused() -> dict[str, tuple[str, str]]:
     other = nn.Sequential(linear(), linear())
     t.fully_shard(other[0], reshard_after_forward=1)
     cases: dict[str, Callable[[], Any]] = {
-        "offload": lambda: t.fully_shard(linear(), offload_policy=t.CPUOffloadPolicy()),
-        "torch's offload": lambda: t.fully_shard(linear(), offload_policy=TorchsPolicy()),
+        "offload": lambda: t.fully_shard(linear(), offload_policy=True),
         "placement": lambda: t.fully_shard(linear(), shard_placement_fn=lambda p: "rows"),
         "dimension": lambda: t.fully_shard(linear(), shard_placement_fn=lambda p: Shard(1)),
         "axes by name": lambda: t.fully_shard(linear(), dp_mesh_dims=t.DataParallelMeshDims(shard="a")),
@@ -773,7 +771,6 @@ def _refused() -> dict[str, tuple[str, str]]:
 def test_what_the_engine_cannot_do_is_refused_by_name() -> None:
     found = ranks.run(_refused, 2, init=True, timeout_s=120)[0]
     unsupported = {
-        "offload": "CPUOffloadPolicy", "torch's offload": "CPUOffloadPolicy",
         "placement": "shard_placement_fn", "axes by name": "dp_mesh_dims",
         "meshes": "different meshes", "hook": "set_all_reduce_hook",
         "gather": "set_custom_all_gather", "reduce": "set_custom_reduce_scatter",

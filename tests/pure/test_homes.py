@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,14 @@ def test_kinds_that_may_not_move_stay() -> None:
         LaneHomes("device", "host", "host", "host"),
         LaneHomes(state="host"),
     ]
+
+
+def test_a_lane_that_is_not_offloaded_stays_and_takes_its_room() -> None:
+    stays = dataclasses.replace(CAST, stays=True)
+    assert choose([stays, CAST], Budget(0, None, False)) == [LaneHomes(), EVERYTHING]
+    assert choose([CAST, stays], Budget(stays.total, None, False)) == [EVERYTHING, LaneHomes()]
+    assert choose([CAST, stays], Budget(2 * stays.total, None, False)) == 2 * [LaneHomes()]
+    assert choose([CAST, stays], Budget(0, 60, True))[1] == LaneHomes()
 
 
 def test_what_the_host_cannot_hold_goes_to_disk_with_its_state_and_the_rest_does_not() -> None:

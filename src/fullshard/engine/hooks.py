@@ -287,12 +287,13 @@ class ApplyGuard(Attached):
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         method = sys._getframe(1).f_code.co_name
+        device = self.runtime.comm.device  # where it computes, wherever its shards rest
         for lane in self.runtime.lanes:
-            probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=lane.rest.device))
-            if (probe.dtype, probe.device) != (lane.dtypes.rest, lane.rest.device):
+            probe = fn(torch.empty(1, dtype=lane.dtypes.rest, device=device))
+            if (probe.dtype, probe.device) != (lane.dtypes.rest, device):
                 raise NotSupported(
-                    f"{method}() on a sharded model would turn its {lane.dtypes.rest} shards on "
-                    f"{lane.rest.device} into {probe.dtype} on {probe.device}",
+                    f"{method}() on a sharded model would turn its {lane.dtypes.rest} parameters on "
+                    f"{device} into {probe.dtype} on {probe.device}",
                     "Move or cast the model before fs.shard; for mixed precision pass precision=.",
                 )
         for module in self.module.modules() if recurse else (self.module,):

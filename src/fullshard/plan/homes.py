@@ -31,6 +31,11 @@ class LaneBytes:
     master: int
     gradients: int
     state: int
+    stays: bool = False  # on the device, whatever the budget
+
+    @property
+    def total(self) -> int:
+        return self.compute + self.master + self.gradients + self.state
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,23 @@ class Budget:
 def bytes_of(lane: LanePlan, replicated: bool) -> LaneBytes:
     num_elements = lane.layout.total if replicated else lane.layout.interval
     rest = num_elements * lane.dtypes.rest.itemsize
-    trained = rest if lane.trainable else 0
+    trained, stays = rest if lane.trainable else 0, not lane.offload
     if lane.dtypes.compute == lane.dtypes.rest:
-        return LaneBytes(rest, 0, trained, STATES * trained)
-    return LaneBytes(num_elements * lane.dtypes.compute.itemsize, rest, trained, STATES * trained)
+        return LaneBytes(rest, 0, trained, STATES * trained, stays)
+    return LaneBytes(num_elements * lane.dtypes.compute.itemsize, rest, trained, STATES * trained, stays)
 
 
 def choose(lanes: Sequence[LaneBytes], budget: Budget) -> list[LaneHomes]:
     """The home of every kind of every lane. Raises if they do not fit."""
     on_host: list[list[str]] = [[] for _ in lanes]
     room = budget.device
+    if room is not None:
+        room = max(0, room - sum(lane.total for lane in lanes if lane.stays))
     for step in range(3) if room is not None else ():
         for lane, moved in zip(lanes, on_host, strict=True):
             kinds = (_CAST if lane.master else _PLAIN)[step]
             needed = sum(getattr(lane, kind) for kind in kinds)
-            if kinds[0] not in budget.kinds:
+            if kinds[0] not in budget.kinds or lane.stays:
                 continue
             if needed > room:
                 moved.extend(kinds)
@@ -99,6 +106,8 @@ def _fitted(lanes: Sequence[LaneBytes], homes: list[LaneHomes], budget: Budget) 
         if over <= 0 or not budget.has_disk:
             break
         one = lanes[index : index + 1]
+        if one[0].stays:
+            continue
         before = usage(one, homes[index : index + 1])["host"]
         homes[index] = replace(homes[index], master="disk", state="disk", gradients="host")
         if not lanes[index].master:

@@ -26,11 +26,12 @@ _Row = tuple[str, str, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class LanePlan:
-    """One lane: its layout, its dtypes, whether it trains."""
+    """One lane: its layout, its dtypes, whether it trains, and whether it may be offloaded."""
 
     layout: Layout
     dtypes: LaneDtypes
     trainable: bool
+    offload: bool = True
 
     @property
     def full_bytes(self) -> int:
@@ -191,7 +192,7 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
         layout = lay_out([(m.name, m.shape, m.order) for m in members], ranks, align)
         if any(m.region is not None for m in members):
             layout = with_regions(layout, [m.region for m in members])
-        lanes.append((LanePlan(layout, each, trainable), members))
+        lanes.append((LanePlan(layout, each, trainable, unit.policy.offload), members))
     return lanes
 
 

@@ -119,20 +119,21 @@ class StateShard(torch.Tensor):
         return self.local
 
     def full_tensor(self) -> torch.Tensor:
-        """The unsharded value, on every rank. All ranks must call it, value by value in the same order."""
+        """The unsharded value, on every rank, on the device of the shard. All ranks must call it, value by
+        value in the same order."""
         if self.comm is None:
             raise NotSupported(f"full_tensor() of state dict value {self.key!r}", _REMEDY)
-        flat = torch.zeros(self.piece.num_elements, dtype=self.local.dtype, device=self.local.device)
+        flat = torch.zeros(self.piece.num_elements, dtype=self.local.dtype, device=self.comm.device)
         region = self.piece.region
         if region is None or region.first:  # of those that hold the same, one counts
             flat[self.start : self.stop] = self.local.detach().reshape(-1)
         part = piece_view(flat, replace(self.piece, start=0))
         if region is None or not region.is_cut:
             self.comm.sum_shards(flat)  # all other elements are zero: nothing is rounded
-            return part
+            return part.to(self.local.device)
         full = flat.new_zeros(region.global_shape)
         part_of(full, region).copy_(part)
-        return self.comm.sum_shards(full)
+        return self.comm.sum_shards(full).to(self.local.device)
 
     # ---- torch.distributed.checkpoint finds these by name; importing it takes a second, which it has spent
 

@@ -34,12 +34,13 @@ from fullshard.torch_fsdp.module_requests import (
     ModuleClasses,
     ModuleRequest,
     module_request,
+    on_device,
 )
 from fullshard.torch_fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mixed_precision,
-    refuse_offload,
+    is_offloaded,
 )
 
 
@@ -75,15 +76,16 @@ def fully_shard(
         keeps each unit sharded over so many ranks; None is True for blocks, False for the outermost module.
     shard_placement_fn: checked, then without effect: parameters are cut between elements, evenly.
     mp_policy: a MixedPrecisionPolicy, for each module its own.
+    offload_policy: with a CPUOffloadPolicy, parameters, gradients and optimizer state of this module rest in
+        host memory; for each module its own.
     ignored_params: stay unsharded on every rank and are not synchronised.
 
     The call only registers a request. The outermost module with one is sharded when it is first used: by a
     forward, its parameters(), a state dict, unshard() or reshard(), on all ranks. All ranks get the first
     rank's values. Parameters, gradients and state dict values then answer DTensor's questions, see
-    `torch_fsdp.dtensors`. NotSupported: CPU offload, dp_mesh_dims, parameters with fsdp_pre_all_gather.
+    `torch_fsdp.dtensors`. NotSupported: dp_mesh_dims, parameters with fsdp_pre_all_gather.
     """
     modules = module if isinstance(module, list | tuple) else [module]
-    refuse_offload(offload_policy)
     if dp_mesh_dims is not None:
         raise NotSupported("fully_shard(dp_mesh_dims=...)", "Pass the data parallel axis alone: mesh['dp'].")
     _check_mesh(mesh)
@@ -94,7 +96,8 @@ def fully_shard(
     policy = as_mixed_precision(mp_policy)
     if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
         _begin_untraced.append(torch.compiler.disable(ModuleRequest.begin))  # type: ignore[no-untyped-call]
-    options = FullyShardOptions(mesh, reshard_after_forward, policy, frozenset(ignored_params or ()))
+    ignored = frozenset(ignored_params or ())
+    options = FullyShardOptions(mesh, reshard_after_forward, policy, is_offloaded(offload_policy), ignored)
     for each in modules:
         ModuleRequest(each, options, _classes(type(each)))
         # Hugging Face keeps ranks in step while generating where it sees this.
@@ -309,6 +312,7 @@ class _ForwardMethod:
             return method(*args, **kwargs)
         if not _reads_parameters(module, method):
             return method(*args, **kwargs)
+        args, kwargs = on_device(runtime.comm.device, args, kwargs)
         args, kwargs = runtime.before_forward(unit, module, args, kwargs)
         output = None
         try:

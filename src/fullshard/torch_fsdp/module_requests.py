@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.groups import rank_count
 from fullshard.engine.runtime import Runtime, engine_of
-from fullshard.engine.tensors import cast_floats
+from fullshard.engine.tensors import cast_floats, map_tensors
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import ModelError, NotSupported
 from fullshard.policy import UnitPolicy
@@ -43,6 +43,7 @@ class FullyShardOptions:
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
     policy: MixedPrecisionPolicy
+    offload: bool
     ignored: frozenset[nn.Parameter]  # a set: the engine looks for parameters in lists, and would find these
 
 
@@ -125,7 +126,10 @@ class ModuleRequest(Request):
         runtime = root.runtime
         if runtime is None:
             return
-        if device is not None and runtime.comm.device.type != device.type:
+        places = {runtime.comm.device.type}
+        if runtime.options.offload is not None:
+            places.add("cpu")  # which torch requires of a model that is offloaded
+        if device is not None and device.type not in places:
             raise NotSupported(
                 f"to_empty(device={str(device)!r}) of a model that is sharded on {runtime.comm.device}",
                 "Give to_empty the device of the mesh.",
@@ -149,6 +153,7 @@ class ModuleRequest(Request):
             "precision": precision_of(self.options.policy, self.own_parameters()),
             "units": chosen.__contains__,
             "ignore": ignore,
+            "offload": "host" if any(request.options.offload for request in requests) else None,
         }
         options["device"] = _device(self.module, options["mesh"])
         return Sharding(options, lambda module: chosen[module].policy(), present=Present(self.mesh))
@@ -168,6 +173,7 @@ class ModuleRequest(Request):
             casts=casts_of(mixed),
             divisor=self.divisor,
             zero_unused=self.zero_unused,
+            offload=self.options.offload,
         )
 
     def _stays_full(self) -> bool | None:
@@ -179,6 +185,9 @@ class ModuleRequest(Request):
     def settle(self, requests: Sequence[Self]) -> None:
         if self.is_root:
             self.update_reduction()
+            if self.runtime is not None and self.runtime.comm.device.type != "cpu":
+                move = partial(_move_inputs, self.runtime.comm.device)
+                self.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
         if self.unit is None:
             _cast_around(self.module, *casts_of(self.options.policy))  # there is nothing to shard here
         self.compile_now()
@@ -240,6 +249,16 @@ def _refuse_meta(root: nn.Module) -> None:
             f"still on meta device: {meta}",
             "Call model.to_empty(device=...) and then initialise them, or load a state dict.",
         )
+
+
+def on_device(device: torch.device, args: Any, kwargs: Any) -> Any:
+    """Inputs, as torch moves those of the root. Where parameters are offloaded, a script may well have moved
+    them to the device of a parameter."""
+    return map_tensors((args, kwargs), lambda tensor: tensor.to(device), objects=False)
+
+
+def _move_inputs(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return on_device(device, args, kwargs)
 
 
 def _cast_around(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:

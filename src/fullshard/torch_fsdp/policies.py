@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import NotSupported, OptionError
+from fullshard.errors import OptionError
 from fullshard.policy import Casts
 from fullshard.precision import Precision
 
@@ -36,12 +36,15 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """No offload: the only policy there is so far."""
+    """No offload."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards in host memory. `fully_shard` raises NotSupported: this engine has no offload yet."""
+    """Parameters, gradients and optimizer state rest in host memory: `fs.shard(offload="host")`.
+
+    pin_memory: accepted, without effect: host memory is page-locked where there is a GPU.
+    """
 
     pin_memory: bool = True
 
@@ -74,13 +77,12 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(*(getattr(policy, name) for name in fields))
 
 
-def refuse_offload(policy: Any) -> None:
-    if policy is None or type(policy).__name__ == "OffloadPolicy":
-        return
-    raise NotSupported(
-        f"fully_shard(offload_policy={type(policy).__name__}): this engine keeps shards on the device",
-        "Leave offload_policy out; more ranks, or mp_policy with bf16, need less memory per rank.",
-    )
+def is_offloaded(policy: Any) -> bool:
+    """Whether a policy, of torch's classes or of these, keeps values in host memory."""
+    kinds = {kind.__name__ for kind in type(policy).__mro__}
+    if policy is None or "OffloadPolicy" in kinds:
+        return "CPUOffloadPolicy" in kinds
+    raise OptionError(f"offload_policy is {policy!r}", "Give an OffloadPolicy or a CPUOffloadPolicy.")
 
 
 def precision_of(policy: MixedPrecisionPolicy, parameters: Iterable[nn.Parameter]) -> Precision:

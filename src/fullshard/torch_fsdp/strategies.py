@@ -73,7 +73,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Where parameters rest. Only on their own device: there is no offload yet."""
+    """offload_params: parameters, gradients and optimizer state rest in host memory."""
 
     offload_params: bool = False
 
@@ -250,13 +250,12 @@ def refuse_ignored_classes(mixed: MixedPrecision, module: nn.Module) -> None:
             )
 
 
-def refuse_offload(given: Any) -> CPUOffload:
-    if given is not None and getattr(given, "offload_params", given):
-        raise NotSupported(
-            "CPUOffload(offload_params=True): shards cannot be kept on the host yet",
-            "Leave cpu_offload out, and use more ranks or FULL_SHARD to need less memory.",
-        )
-    return CPUOffload()
+def cpu_offload(given: Any) -> CPUOffload:
+    """A CPUOffload of ours with the same field, or for a bool."""
+    offload = getattr(given, "offload_params", False if given is None else given)
+    if not isinstance(offload, bool):
+        raise OptionError(f"cpu_offload is {given!r}", "Give a CPUOffload.")
+    return CPUOffload(offload)
 
 
 def prefetches(given: Any) -> tuple[BackwardPrefetch | None, bool]:

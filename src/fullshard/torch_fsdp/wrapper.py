@@ -59,7 +59,8 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     module: what to wrap; wrappers inside it become units of the same engine.
     process_group, device_mesh: over which ranks; None is all. Hybrid strategies take a mesh of two axes.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _HYBRID_SHARD_ZERO2.
-    cpu_offload: CPUOffload(offload_params=True) is refused.
+    cpu_offload: with CPUOffload(offload_params=True), parameters, gradients and optimizer state rest in host
+        memory.
     auto_wrap_policy: which submodules are units; without one, and without wrappers inside, the engine finds
         them.
     backward_prefetch: BACKWARD_PRE prefetches; BACKWARD_POST and None do not.
@@ -98,7 +99,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
         strategy = strategies.by_name(
             ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy"
         )
-        self.cpu_offload = strategies.refuse_offload(cpu_offload)
+        self.cpu_offload = strategies.cpu_offload(cpu_offload)
         self.backward_prefetch, looks_ahead = strategies.prefetches(backward_prefetch)
         self.mixed_precision = strategies.mixed_precision(mixed_precision)
         self.sharding_strategy = strategy
@@ -115,6 +116,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
             WrapperOptions(
                 strategy=strategy,
                 mixed=self.mixed_precision,
+                offload=self.cpu_offload.offload_params,
                 mesh=strategies.mesh_of(process_group, device_mesh, strategy),
                 prefetch=looks_ahead,
                 param_init_fn=param_init_fn,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -48,6 +48,7 @@ class WrapperOptions:
 
     strategy: ShardingStrategy
     mixed: MixedPrecision
+    offload: bool
     mesh: DeviceMesh | None
     prefetch: bool
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -112,6 +113,7 @@ class WrapperRequest(Request):
     def combine(self, requests: Sequence[Self]) -> Sharding | None:
         alone = {request for request in requests if _alone(request, self)}
         shared = [request for request in requests if request not in alone]
+        _refuse_offload(alone)
         options = _strategy([request.options.strategy for request in shared])
         for request in shared:
             _refuse_other_ranks(self.options.mesh, request)
@@ -132,6 +134,7 @@ class WrapperRequest(Request):
             "prefetch": self.options.prefetch,
             "units": None if units is None else lambda module: module in units,
             "ignore": ignore,
+            "offload": "host" if any(request.options.offload for request in shared) else None,
         }
         return Sharding(options, _policies(requests, units), self._values(requests, options))
 
@@ -233,6 +236,7 @@ def _policies(
             precision=None if units is None else units[module].precision,
             stays_full=True if not is_root and options.strategy in _KEEPING else None,
             casts=(options.mixed.param_dtype if casts else None, None),
+            offload=options.offload,
         )
 
     return policy_of
@@ -260,6 +264,15 @@ def _device(requested: Sequence[torch.device | None]) -> torch.device | None:
             "Give every wrapper the same.",
         )
     return devices.pop() if devices else None
+
+
+def _refuse_offload(alone: Iterable[WrapperRequest]) -> None:
+    for request in alone:
+        if request.options.offload:
+            raise NotSupported(
+                f"CPUOffload of a {request.label} that is wrapped for this rank only: it is left as it is",
+                "Leave cpu_offload out there, or wrap it for the ranks of the model.",
+            )
 
 
 def _refuse_other_ranks(mesh: DeviceMesh | None, request: WrapperRequest) -> None:
