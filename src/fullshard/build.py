@@ -17,6 +17,7 @@ from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import hooks, optimizers
 from fullshard.engine.home import HomeChoice
 from fullshard.engine.lane import Lane
+from fullshard.engine.model_device import show_compute_device
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
@@ -83,6 +84,8 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     sharded = set(map(id, runtime.parameters))
     runtime.ignored = [p for p in model.parameters() if id(p) not in sharded]
     hooks.attach(runtime, model)
+    if options.offload is not None and comm.device.type != "cpu":
+        show_compute_device(model)
     integrations.attach(runtime, model)
     _attach_state(runtime, model)
     optimizers.own(runtime)

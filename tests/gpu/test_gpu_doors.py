@@ -201,7 +201,7 @@ def _llama(device: str = "cuda") -> Any:
     return LlamaForCausalLM(config).to(device).eval()
 
 
-def _generates() -> tuple[list[int], list[int]]:
+def _generates() -> tuple[list[int], list[list[int]]]:
     import fullshard as fs
 
     _exact()
@@ -210,14 +210,14 @@ def _generates() -> tuple[list[int], list[int]]:
     prompt = torch.randint(3, 128, (1, 4 + 2 * rank), generator=torch.Generator().manual_seed(rank)).cuda()
     how = {"max_new_tokens": 6 + 3 * rank, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     expected = plain.generate(prompt, **how)
-    found = fs.shard(plain).generate(prompt, **how)
-    return expected.tolist(), found.tolist()
+    found = [fs.shard(_llama(), offload=offload).generate(prompt, **how) for offload in (None, "host")]
+    return expected.tolist(), [tokens.tolist() for tokens in found]
 
 
 @_needs("transformers")
 def test_ranks_generate_different_lengths_on_a_gpu() -> None:
     for expected, found in ranks.run(_generates, 2, init=True, timeout_s=180):
-        assert found == expected
+        assert found == [expected, expected]
 
 
 def _exports(folder: Path) -> bool:
@@ -241,21 +241,21 @@ output: run
 model: {gpt: {layers: 2, heads: 2, width: 64}}
 data: {train: [text.txt]}
 training: {steps: 12, sequence_length: 32, batch_size: 4, learning_rate: 1.0e-2}
-sharding: {precision: bf16}
+sharding: {precision: bf16, offload: OFFLOAD}
 checkpoints: {every: 5}
 logging: {tensorboard: false}
 device: cuda
 """
 
 
-def _lesson(folder: str) -> dict[str, Any]:
+def _lesson(folder: str, offload: str) -> dict[str, Any]:
     import json
 
     from fullshard.training.command import train
 
     path = Path(folder)
     (path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    (path / "config.yaml").write_text(CONFIG)
+    (path / "config.yaml").write_text(CONFIG.replace("OFFLOAD", offload))
     code = train(path / "config.yaml", [], None, True)
     rows = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -263,20 +263,21 @@ def _lesson(folder: str) -> dict[str, Any]:
 
 
 @_needs("yaml", "rich")
-def test_train_command_learns_on_a_gpu(tmp_path: Path) -> None:
-    said = _lesson(str(tmp_path))
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_train_command_learns_on_a_gpu(offload: str, tmp_path: Path) -> None:
+    said = _lesson(str(tmp_path), offload)
     assert said["code"] == 0
     assert said["report"]
     assert said["losses"][-1] < said["losses"][0] - 0.5
 
 
-def _trainer(folder: str, sharded: bool) -> list[tuple[float, float]]:
+def _trainer(folder: str, fsdp: str | None) -> list[tuple[float, float]]:
     """Losses and gradient norms of a Trainer, and what it saved is loaded again."""
     from importlib.metadata import version
 
     from fullshard import extras
 
-    if sharded:
+    if fsdp is not None:
         for library in ("accelerate", "transformers"):  # this is about the device, not about versions
             extras.TRIED[library] = (".".join(version(library).split(".")[:2]),)
         import fullshard.hugging_face  # noqa: F401
@@ -294,11 +295,11 @@ def _trainer(folder: str, sharded: bool) -> list[tuple[float, float]]:
         save_steps=2,
         report_to="none",
         disable_tqdm=True,
-        **({"fsdp": "full_shard auto_wrap"} if sharded else {}),
+        **({"fsdp": fsdp} if fsdp is not None else {}),
     )
     trainer = Trainer(model=_llama("cpu").train(), args=args, train_dataset=data)
     trainer.train()
-    if sharded:
+    if fsdp is not None:
         trainer.save_model(f"{folder}/final")
         assert "_fullshard" in vars(trainer.model)
         again = AutoModelForCausalLM.from_pretrained(f"{folder}/final")
@@ -308,13 +309,14 @@ def _trainer(folder: str, sharded: bool) -> list[tuple[float, float]]:
 
 @_needs("transformers", "accelerate")
 def test_trainer_with_fsdp_gives_the_losses_of_one_process_on_a_gpu(tmp_path: Path) -> None:
-    plain = ranks.run(_trainer, 1, str(tmp_path / "plain"), False, fresh=True, timeout_s=240)[0]
-    # One rank: accelerate's barrier wants a GPU for each.
-    found = ranks.run(_trainer, 1, str(tmp_path / "ours"), True, fresh=True, timeout_s=240)[0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=2e-3, atol=1e-3)
+    plain = ranks.run(_trainer, 1, str(tmp_path / "plain"), None, fresh=True, timeout_s=240)[0]
+    for fsdp in ("full_shard auto_wrap", "full_shard offload auto_wrap"):
+        # One rank: accelerate's barrier wants a GPU for each.
+        found = ranks.run(_trainer, 1, str(tmp_path / "ours"), fsdp, fresh=True, timeout_s=240)[0]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=2e-3, atol=1e-3)
 
 
-def _lightning(folder: str, sharded: bool) -> list[float]:
+def _lightning(folder: str, options: dict[str, Any] | None) -> list[float]:
     import lightning
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -341,13 +343,14 @@ def _lightning(folder: str, sharded: bool) -> list[float]:
 
     data = TensorDataset(torch.cat([_batch(step, 0) for step in range(4)]).cpu())
     trainer = lightning.Trainer(
-        strategy=FullShardStrategy() if sharded else "auto", accelerator="gpu", devices=1, max_epochs=1,
+        strategy="auto" if options is None else FullShardStrategy(**options), accelerator="gpu", devices=1,
+        max_epochs=1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     module = Lit()
     trainer.fit(module, DataLoader(data, batch_size=8))
-    if sharded:
+    if options is not None:
         trainer.save_checkpoint(f"{folder}/run.ckpt")
         trainer.fit(Lit(), DataLoader(data, batch_size=8), ckpt_path=f"{folder}/run.ckpt")
     return norms
@@ -355,6 +358,7 @@ def _lightning(folder: str, sharded: bool) -> list[float]:
 
 @_needs("lightning")
 def test_lightning_strategy_gives_the_norms_of_plain_lightning_on_a_gpu(tmp_path: Path) -> None:
-    plain = ranks.run(_lightning, 1, str(tmp_path), False, fresh=True, timeout_s=180)[0]
-    found = ranks.run(_lightning, 1, str(tmp_path), True, fresh=True, timeout_s=180)[0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-4, atol=1e-6)
+    plain = ranks.run(_lightning, 1, str(tmp_path), None, fresh=True, timeout_s=180)[0]
+    for options in ({}, {"cpu_offload": True}):
+        found = ranks.run(_lightning, 1, str(tmp_path), options, fresh=True, timeout_s=180)[0]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-4, atol=1e-6)

@@ -56,24 +56,28 @@ ENVIRONMENT = {  # what `accelerate launch --use_fsdp` sets
 }
 
 
-def _accelerator(how: str) -> Any:
+def _accelerator(how: str, offload: Any = None) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import GradScalerKwargs
 
     hf_runs.forget()
     plugin = None
+    if offload is not None and how == "environment":
+        os.environ["FSDP_OFFLOAD_PARAMS"] = offload
     if how == "alone":
         hf_runs.alone()
     elif how == "environment":
         os.environ.update(ENVIRONMENT)
     elif how == "version 1":
-        plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", use_orig_params=False)
+        plugin = FullyShardedDataParallelPlugin(
+            sharding_strategy="SHARD_GRAD_OP", use_orig_params=False, cpu_offload=offload
+        )
     elif how == "version 2":
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=150
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=150, cpu_offload=offload
         )
     elif how == "fp16":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
     narrow: dict[str, Any] = {}
     if how == "fp16":  # with the usual 65536 the first step would overflow and be left out
         narrow = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=256.0)]}
@@ -128,11 +132,11 @@ def _predictions(accelerator: Any, model: Any) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _loop(folder: str, how: str) -> dict[str, Any]:
+def _loop(folder: str, how: str, offload: Any = None) -> dict[str, Any]:
     import safetensors.torch
     from accelerate.utils import merge_fsdp_weights
 
-    accelerator = _accelerator(how)
+    accelerator = _accelerator(how, offload)
     made = _made(accelerator)
     model = made[0]
     found: dict[str, Any] = {"type": accelerator.distributed_type.value, "first": _epoch(accelerator, made)}
@@ -153,6 +157,7 @@ def _loop(folder: str, how: str) -> dict[str, Any]:
         runtime = model.__dict__["_fullshard"]
         found |= {"syncs": runtime.comm.step, "units": [u.name for u in runtime.units]}
         found["strategy"] = runtime.options.strategy
+        found["homes"] = {lane.home.kind for lane in runtime.lanes}
     return found
 
 

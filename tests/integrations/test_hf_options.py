@@ -51,8 +51,6 @@ def _refused() -> dict[str, Any]:
 
     v2 = {"fsdp_version": 2}
     return {
-        "offload of version 1": _prepared({"cpu_offload": True}),
-        "offload of version 2": _prepared(v2 | {"cpu_offload": True}),
         "offload of activations": _prepared(
             v2 | {"activation_checkpointing": True, "activation_checkpointing_offload": True}
         ),
@@ -74,8 +72,6 @@ def _refused() -> dict[str, Any]:
 
 def test_settings_that_cannot_be_honoured_are_refused_by_name() -> None:
     expected = {
-        "offload of version 1": ("NotSupported", "cpu_offload"),
-        "offload of version 2": ("NotSupported", "cpu_offload"),
         "offload of activations": ("NotSupported", "activation_checkpointing_offload"),
         "local state": ("NotSupported", "LOCAL_STATE_DICT"),
         "two strategies": ("OptionError", "sharding_strategy is NO_SHARD"),

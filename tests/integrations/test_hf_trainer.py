@@ -151,7 +151,8 @@ def _refused(folder: str) -> dict[str, str]:
     found = {}
     for what, options in {
         "adafactor": {"optim": "adafactor"},
-        "offload": {"fsdp": "full_shard offload"},
+        "offload and not": {"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": False}},
+        "offload as a word": {"fsdp_config": {"cpu_offload": "false"}},
         "full evaluation": {"bf16_full_eval": True},
         "unread key": {"fsdp_config": {"transformer_layer_class_to_wrap": "LlamaDecoderLayer"}},
         "offload in other words": {"fsdp_config": {"fsdp_offload_params": True}},
@@ -175,8 +176,8 @@ def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: P
     for found in ranks.run(_refused, 2, str(tmp_path), timeout_s=240):
         assert found["adafactor"].startswith("OptimizerError")
         assert "Adafactor is not provably element-wise" in found["adafactor"]
-        assert found["offload"].startswith("NotSupported")
-        assert "offload" in found["offload"]
+        assert "fsdp is 'offload', and fsdp_config has cpu_offload=False" in found["offload and not"]
+        assert "fsdp_config has cpu_offload='false'" in found["offload as a word"]
         assert found["full evaluation"].startswith("NotSupported")
         assert "bf16_full_eval" in found["full evaluation"]
         assert "'transformer_layer_class_to_wrap', which transformers does not read" in found["unread key"]

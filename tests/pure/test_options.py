@@ -56,7 +56,9 @@ def test_doors_know_the_types_of_every_option_that_they_pass_on() -> None:
 
 def test_lightning_takes_every_option() -> None:
     sharding = pytest.importorskip("fullshard.lightning.sharding")
-    assert set(sharding._NAMES) == {*TABLE, "mesh", "ranks_inside", "weights_only"} - {"device"}
+    assert set(sharding._NAMES) == {*TABLE, "mesh", "cpu_offload", "ranks_inside", "weights_only"} - {
+        "device"
+    }
 
 
 def test_training_configs_have_the_defaults_of_the_table() -> None:

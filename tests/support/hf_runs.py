@@ -141,6 +141,7 @@ def runs(folder: str, configurations: list[dict[str, Any]]) -> list[dict[str, An
             row["syncs"] = runtime.comm.step
             row["units"] = len(runtime.units)
             row["class"] = type(made.model).__name__
+            row["homes"] = {lane.home.kind for lane in runtime.lanes}
             row["keep"] = runtime.options.keep_full
             row["compute"] = str(runtime.options.precision.compute)
             row["scaled"] = made.accelerator.scaler is not None

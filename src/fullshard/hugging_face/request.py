@@ -39,12 +39,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def check(accelerator: Any) -> None:
     """Refuse unsupported requests, when the accelerator is made."""
     plugin = accelerator.state.fsdp_plugin
-    offload = plugin.cpu_offload
-    if getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"):
-        raise NotSupported(
-            "fsdp 'offload' (cpu_offload) keeps parameters in host memory, which fullshard does not do",
-            "Leave it out; with more ranks each rank holds less.",
-        )
     if plugin.activation_checkpointing_offload:
         raise NotSupported(
             "fsdp activation_checkpointing_offload keeps activations in host memory; fullshard does not",
@@ -77,12 +71,19 @@ def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         "units": units(plugin, model),
         "ignore": ignored(plugin, model),
         "checkpoint_activations": bool(plugin.activation_checkpointing),
+        "offload": "host" if is_offloaded(plugin.cpu_offload) else None,
     }
     if given(plugin, "param_init_fn") is not None:
         arguments["materialize"] = given(plugin, "param_init_fn")
     if arguments["strategy"] == "hybrid":
         arguments["mesh"] = mesh(accelerator)
     return arguments | given_options()
+
+
+def is_offloaded(requested: Any) -> bool:
+    """Whether a CPUOffload (version 1) or an OffloadPolicy (version 2) keeps values in host memory."""
+    by_policy = any(kind.__name__ == "CPUOffloadPolicy" for kind in type(requested).__mro__)
+    return bool(getattr(requested, "offload_params", by_policy))
 
 
 def given(plugin: Any, name: str) -> Any:

@@ -60,7 +60,7 @@ def _process_fsdp_args(original: Any) -> Any:
             return plugin_arguments
         config = self.fsdp_config
         _refuse_unread(config)
-        _refuse_two_strategies(fsdp, config)
+        _refuse_contradiction(fsdp, config)
         least = int(config["min_num_params"] or 0)
         if least > 0 and "auto_wrap_policy" not in config:
             if config.get("transformer_layer_cls_to_wrap"):
@@ -76,6 +76,8 @@ def _process_fsdp_args(original: Any) -> Any:
 
 def _refuse_unread(config: dict[str, Any]) -> None:
     for key, value in config.items():
+        if key == "cpu_offload" and not isinstance(value, bool):
+            raise OptionError(f"fsdp_config has cpu_offload={value!r}", "Give true or false.")
         if key in _READ or (key in _FOR_TPUS and not value):
             continue
         if key == "offload_params" and str(value).lower() in _FALSE:
@@ -104,13 +106,14 @@ def _agree(strategy: str, config: dict[str, Any]) -> bool:
     return str(config.get("reshard_after_forward", "")).lower() in _SAME.get(strategy, (strategy,))
 
 
-def _refuse_two_strategies(fsdp: Any, config: dict[str, Any]) -> None:
-    """transformers ignores `fsdp="shard_grad_op"` where `fsdp_config` has another strategy."""
+def _refuse_contradiction(fsdp: Any, config: dict[str, Any]) -> None:
+    """transformers ignores `fsdp="shard_grad_op"` where `fsdp_config` has another strategy, and "offload"
+    where it has cpu_offload=False."""
     options = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     for option in (str(getattr(option, "value", option)).lower() for option in options):
-        if option not in ("offload", "auto_wrap") and not _agree(option, config):
-            chosen = config.get("reshard_after_forward")
+        key = "cpu_offload" if option == "offload" else "reshard_after_forward"
+        agrees = bool(config.get(key)) if option == "offload" else _agree(option, config)
+        if option != "auto_wrap" and not agrees:
             raise OptionError(
-                f"fsdp is {option!r}, and fsdp_config has reshard_after_forward={chosen!r}",
-                "Give one of them.",
+                f"fsdp is {option!r}, and fsdp_config has {key}={config.get(key)!r}", "Give one of them."
             )

@@ -1,4 +1,4 @@
-"""Lightning's own readers of checkpoint files, extended to our folders, and our strategies' name.
+"""Lightning's own readers of checkpoint files, extended to our folders, and our strategies' names.
 
 `MyModule.load_from_checkpoint(path)`, or a Trainer with another strategy, reads the unsharded values in every
 process that calls it.
@@ -18,7 +18,8 @@ from fullshard.checkpoint.commit import is_checkpoint
 from fullshard.lightning.consolidation import read_checkpoint
 from fullshard.patches import Patches
 
-NAME = "fullshard"  # Trainer(strategy="fullshard")
+# Trainer(strategy="fullshard"): names, and the options that they stand for, as for Lightning's "fsdp".
+NAMES: dict[str, dict[str, Any]] = {"fullshard": {}, "fullshard_cpu_offload": {"cpu_offload": True}}
 
 _PATCHES = Patches()
 _readers: list[ModuleType] = []  # modules of Lightning that read files with `pl_load`
@@ -37,17 +38,17 @@ def turn_on() -> None:
     for module in _readers:
         _PATCHES.replace(module, "pl_load", _reading_folders)
     for registry, strategy in _strategies:
-        registry.register(
-            NAME, strategy, description="fully sharded data parallel by fullshard", override=True
-        )
+        for name, options in NAMES.items():
+            text = "fully sharded data parallel by fullshard"
+            registry.register(name, strategy, description=text, override=True, **options)
 
 
 def turn_off() -> None:
-    """Restore Lightning's own readers, and remove our strategies' name. The classes can still be used."""
+    """Restore Lightning's own readers, and remove our strategies' names. The classes can still be used."""
     _PATCHES.undo()
     for registry, _ in _strategies:
-        if NAME in registry:
-            registry.remove(NAME)
+        for name in NAMES.keys() & registry.keys():
+            registry.remove(name)
 
 
 def _reading_folders(read_file: Any) -> Any:

@@ -24,11 +24,13 @@ from fullshard.precision import Precision
 class StrategyOptions(_options.ShardOptions, total=False):
     """Options of `fs.shard` under the same names, and what a strategy needs in addition.
 
+    cpu_offload: Lightning's name for offload='host': True, or torch's CPUOffload(offload_params=True).
     precision: None follows Lightning's own `precision=`; see `fullshard.lightning.precisions`.
     ranks_inside: for hybrid, how many ranks share one copy; a mesh cannot be made before the processes are.
     weights_only: of checkpoints, where Lightning does not specify it: False reads values that could run code.
     """
 
+    cpu_offload: Any
     precision: str | Precision | None
     ranks_inside: int | None
     weights_only: bool | None
@@ -46,6 +48,10 @@ def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, 
     of_base = [n for n in signature.parameters if n not in _UNUSED_BY_US and not n.startswith("ddp_")]
     options = {name: value for name, value in given.items() if name in _NAMES}
     rest = {name: value for name, value in given.items() if name not in options}
+    if _is_offloaded(options.pop("cpu_offload", None)):
+        if "offload" in options:
+            raise OptionError(f"cpu_offload=True and offload={options['offload']!r}", "Give one of them.")
+        options["offload"] = "host"
     start = rest.pop("start_method", "popen")
     if start != "popen":
         raise NotSupported(
@@ -61,6 +67,13 @@ def split(given: dict[str, Any], base: type) -> tuple[dict[str, Any], dict[str, 
     if options.get("ranks_inside") is not None:
         _check_ranks_inside(options)
     return options, rest
+
+
+def _is_offloaded(given: Any) -> bool:
+    offload = getattr(given, "offload_params", False if given is None else given)
+    if not isinstance(offload, bool):
+        raise OptionError(f"cpu_offload is {given!r}", "Give True, False or a CPUOffload; or offload='host'.")
+    return offload
 
 
 def _check_ranks_inside(options: dict[str, Any]) -> None:
@@ -150,9 +163,10 @@ def _refuse_other_options(module: nn.Module, made: Any, given: dict[str, Any], p
             f"{new[0]!r} was put into {type(module).__name__} after it had been sharded",
             "In configure_model, return early if the layers are there already.",
         )
-    requested = {name: TABLE[name].default for name in ("strategy", "across")}
+    requested = {name: TABLE[name].default for name in ("strategy", "across", "offload")}
     requested |= given | {"precision": precision}
-    for name in ("strategy", "across", "precision", "checkpoint_activations", "check_gradients"):
+    requested["offload"] = TABLE["offload"].parsed(requested["offload"])
+    for name in ("strategy", "across", "precision", "offload", "checkpoint_activations", "check_gradients"):
         if name in requested and requested[name] != getattr(made, name):
             raise StateError(
                 f"{type(module).__name__} is sharded already with {name}={getattr(made, name)!r}, and this "
