@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import environment, model_libraries
-from fullshard.build import build
+from fullshard.build import build, free_memory
 from fullshard.comm import control, groups, topology
 from fullshard.comm.groups import Comm
 from fullshard.engine import penalties
@@ -174,6 +174,7 @@ def _way_to_reduce(options: Options, grid: torch.Tensor, device: torch.device) -
     {
         **OTHER_NAMES,
         **dict.fromkeys(("world_size", "num_ranks", "mesh"), "Write ranks=N."),
+        **dict.fromkeys(("local_ranks", "local_world_size", "ranks_per_node"), "Write node_ranks=N."),
         **dict.fromkeys(
             ("memory", "batch", "sequence", "optimizer", "checkpoint_activations"),
             "The command `fullshard plan` takes it; fs.plan counts what is held and sent.",
@@ -190,13 +191,22 @@ def plan(
     ignore: Any = (),
     keep_full: int | str | None = None,
     merge_units: int | None = None,
+    offload: str | Offload | None = None,
+    node_ranks: int | None = None,
 ) -> Plan:
-    """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta."""
+    """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta.
+
+    offload: as for fs.shard; 'auto' takes what is free on this machine now. The plan of a sharded model has
+        the homes that were chosen.
+    node_ranks: ranks of one host, which share its memory. None: as launched; with `ranks`, all of them.
+    """
     runtime = engine_of(model)
     if runtime is not None:
         return runtime.plan
-    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-        raise OptionError(f"ranks is {ranks!r}", "Give a number of ranks of at least 1.")
+    for name, count in (("ranks", ranks), ("node_ranks", node_ranks)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise OptionError(f"{name} is {count!r}", "Give a number of ranks of at least 1.")
+    device = environment.compute_device(_model_device(model))
     options = parse(
         strategy=strategy,
         precision=precision,
@@ -204,11 +214,17 @@ def plan(
         ignore=ignore,
         keep_full=keep_full,
         merge_units=merge_units,
-        on_gpu=environment.compute_device(_model_device(model)).type == "cuda",
+        offload=offload,
+        on_gpu=device.type == "cuda",
     )
     parallel = tensor_parallel.mesh_of(model)
     tp_size = 1 if parallel is None else parallel.size()
-    return make_plan(model, ranks or max(1, groups.rank_count() // tp_size), options)
+    made = make_plan(model, ranks or max(1, groups.rank_count() // tp_size), options)
+    if options.offload is None:
+        return made
+    if node_ranks is None and ranks not in (None, groups.rank_count()):
+        node_ranks = ranks
+    return made.with_offload(options.offload, free_memory(device, node_ranks))
 
 
 @checked_keywords(

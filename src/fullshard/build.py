@@ -24,7 +24,8 @@ from fullshard.engine.slots import Slots
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import FullshardError, ModelError, OffloadError, RankMismatch
 from fullshard.options import Options
-from fullshard.plan import homes, tensor_parallel
+from fullshard.plan import tensor_parallel
+from fullshard.plan.homes import Free
 from fullshard.plan.plan import LanePlan, Plan, lanes_of, nesting, plan_of
 from fullshard.plan.units import Member, Unit
 from fullshard.policy import ValueSource
@@ -34,17 +35,19 @@ from fullshard.state.optimizer_state import show_state_shards
 from fullshard.state.state_dict import attach_state
 from fullshard.state.value_sources import GivenFunction, ModuleInitializers
 
-AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
 Planned = list[tuple[LanePlan, list[Member]]]
 
 
 def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options) -> Runtime:
     plan = plan_of(units, comm.ranks, options)
     lanes_by_unit = [lanes_of(unit, comm.ranks, options) for unit in units]
+    free = None if options.offload is None else _least_free(comm)
     materializer, choice, problem = None, None, None
     try:
         materializer = Materializer(model, comm.device, _value_source(model, options))
-        choice = _homes(plan, comm, options)
+        if options.offload is not None and free is not None:
+            plan = plan.with_offload(options.offload, free)
+        choice = _homes(plan, comm.device, options)
     except FullshardError as error:
         problem = error
     comm.raise_together(problem)
@@ -92,24 +95,30 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
     return runtime
 
 
-def _homes(plan: Plan, comm: Comm, options: Options) -> HomeChoice:
-    """Where the values of every lane rest: the same on all ranks, each with the smallest budget of any."""
-    offload = options.offload
-    if offload is None:
-        return HomeChoice(None, comm.device, None)
-    device, host = offload.device, offload.host
-    if device == "auto":
-        free = environment.free_bytes(comm.device) - plan.full_bytes_at_peak
-        device = min(comm.all_gather_int(max(0, int(free * AUTO_SHARE)), "offload"))
-    if host == "auto":
-        free = int(environment.free_bytes(torch.device("cpu")) * AUTO_SHARE)
-        host = min(comm.all_gather_int(free, "offload"))
-    elif host is not None:
-        host = int(host) // environment.launch().local_ranks
-    lanes = [homes.bytes_of(lane, options.replicated) for unit in plan.units for lane in unit.lanes]
-    disk = None if offload.disk is None else Path(offload.disk)
-    budget = homes.Budget(int(device), host, disk is not None, offload.kinds)
-    return HomeChoice(homes.choose(lanes, budget), comm.device, disk)
+def free_memory(device: torch.device, node_ranks: int | None = None) -> Free:
+    """What a rank may take here, as one of `node_ranks`, or of as many as were launched on this host."""
+    launched = environment.launch().local_ranks
+    node_ranks = launched if node_ranks is None else node_ranks
+    host = environment.free_bytes(torch.device("cpu")) * launched // node_ranks
+    if device.type == "cpu":  # one memory for both
+        return Free(host // 2, host // 2, node_ranks)
+    return Free(environment.free_bytes(device), host, node_ranks)
+
+
+def _least_free(comm: Comm) -> Free:
+    """The same on all ranks, so that each chooses the same homes."""
+    here = free_memory(comm.device)
+    by_rank = comm.all_gather_ints([here.device, here.host, here.node_ranks], "offload")
+    device, host = by_rank[:, :2].amin(dim=0).tolist()
+    return Free(int(device), int(host), int(by_rank[:, 2].max()))
+
+
+def _homes(plan: Plan, device: torch.device, options: Options) -> HomeChoice:
+    """Where the values of every lane rest, as planned."""
+    offload, resting = options.offload, plan.resting
+    if offload is None or resting is None:
+        return HomeChoice(None, device, None)
+    return HomeChoice(resting.homes, device, None if offload.disk is None else Path(offload.disk))
 
 
 def _value_source(model: nn.Module, options: Options) -> ValueSource:

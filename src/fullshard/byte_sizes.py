@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from fullshard.errors import OptionError
 
 _UNITS = {
@@ -27,3 +29,20 @@ def parse_size(text: str, option: str, remedy: str) -> int:
         return round(float(number) * factor)
     except (ValueError, OverflowError):
         raise OptionError(f"{option} is {text!r}", remedy) from None
+
+
+def size(num_bytes: float) -> str:
+    """'24.0 GiB', to be read."""
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or suffix == "GiB":
+            return f"{num_bytes:.0f} {suffix}" if suffix == "B" else f"{num_bytes:.1f} {suffix}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def size_option(num_bytes: int) -> str:
+    """'24.1GiB', to be written as an option: rounded up, so that `parse_size` gives at least as much."""
+    for suffix in ("GiB", "MiB", "KiB"):
+        if num_bytes >= _UNITS[suffix]:
+            return f"{ceil(num_bytes / _UNITS[suffix] * 10) / 10:.1f}{suffix}"
+    return str(num_bytes)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.byte_sizes import parse_size, size, size_option
 from fullshard.errors import OffloadError, OptionError
 from fullshard.offload import Offload, parse
-from fullshard.plan.homes import Budget, LaneBytes, LaneHomes, choose, usage
+from fullshard.plan.homes import (
+    SLAB_SETS,
+    Budget,
+    Free,
+    LaneBytes,
+    LaneHomes,
+    budget_of,
+    choose,
+    slab_bytes,
+    usage,
+)
 
-CAST, PLAIN = LaneBytes(20, 40, 40, 80), LaneBytes(40, 0, 40, 80)
+CAST, PLAIN = LaneBytes(20, 40, 40, 80, 10), LaneBytes(40, 0, 40, 80, 10)
 EVERYTHING = LaneHomes("host", "host", "host", "host")
 
 
@@ -41,9 +53,12 @@ def test_kinds_that_may_not_move_stay() -> None:
 
 
 def test_a_lane_that_is_not_offloaded_stays_and_takes_its_room() -> None:
-    stays = dataclasses.replace(CAST, stays=True)
+    stays = replace(CAST, stays=True)
     assert choose([stays, CAST], Budget(0, None, False)) == [LaneHomes(), EVERYTHING]
-    assert choose([CAST, stays], Budget(stays.total, None, False)) == [EVERYTHING, LaneHomes()]
+    assert choose([CAST, stays], Budget(stays.total - stays.compute, None, False)) == [
+        EVERYTHING,
+        LaneHomes(),
+    ]
     assert choose([CAST, stays], Budget(2 * stays.total, None, False)) == 2 * [LaneHomes()]
     assert choose([CAST, stays], Budget(0, 60, True))[1] == LaneHomes()
 
@@ -55,15 +70,64 @@ def test_what_the_host_cannot_hold_goes_to_disk_with_its_state_and_the_rest_does
     assert choose([PLAIN], Budget(0, 40, True)) == [LaneHomes("disk", "disk", "host", "disk")]
 
 
+def test_what_is_on_the_device_alone_does_not_go_to_disk() -> None:
+    """Its gradients would come to the host, and need more of it."""
+    small = LaneBytes(2, 0, 2, 4, 1)
+    homes = choose([CAST, CAST, small], Budget(8, 180 + 60, True))
+    assert homes == [EVERYTHING, LaneHomes("host", "disk", "host", "disk"), LaneHomes()]
+
+
+def test_kinds_that_may_not_move_count_in_the_budget_of_the_device() -> None:
+    assert choose([CAST], Budget(80, None, False, ("state",))) == [LaneHomes(state="host")]
+    assert choose([CAST], Budget(160, None, False, ("state",))) == [LaneHomes()]
+
+
 def test_a_budget_that_cannot_be_met_is_an_error_that_says_by_how_much() -> None:
-    with pytest.raises(OffloadError, match=r"need 10 B more host memory than the 170 B of a rank"):
+    with pytest.raises(OffloadError, match=r"a rank needs 180 B .*, 10 B more than the 170 B that it may"):
         choose([CAST], Budget(0, 170, False))
-    with pytest.raises(OffloadError, match=r"need 20 B more"):
-        choose([CAST], Budget(0, 40, True))
+    with pytest.raises(OffloadError, match=r"the 4 ranks of a host need 240 B .*, 80 B more than the 160 B"):
+        choose([CAST], Budget(0, 40, True, node_ranks=4))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([CAST, PLAIN, LaneBytes(10, 20, 0, 0, 5)]), min_size=1, max_size=9),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.integers(1, 4),
+)
+def test_each_change_that_the_error_proposes_is_enough(
+    lanes: list[LaneBytes], device: int, host: int, has_disk: bool, ranks: int
+) -> None:
+    budget = Budget(device, host, has_disk, node_ranks=ranks)
+    try:
+        choose(lanes, budget)
+        return
+    except OffloadError as error:
+        text = str(error)
+    written = re.findall(r"(host|device)='([\w.]+)'", text)
+    proposed = {name: parse_size(value, name, "") for name, value in written}
+    choose(lanes, replace(budget, host=proposed["host"] // ranks))
+    if proposed["host"] < 1024:  # not rounded
+        with pytest.raises(OffloadError):
+            choose(lanes, replace(budget, host=proposed["host"] // ranks - 1))
+    if "device" in proposed:
+        choose(lanes, replace(budget, device=proposed["device"]))
+    if "disk=FOLDER" in text:
+        homes = choose(lanes, replace(budget, has_disk=True))
+        assert f"with {size(2 * ranks * usage(lanes, homes)['disk'])} free" in text
+    hosts = re.search(r"(\d+) times as many hosts", text)
+    assert (hosts is None) == (host == 0)
+    if hosts is not None:  # as many times as much of their memory for the same values
+        choose(lanes, replace(budget, host=host * int(hosts[1])))
+    with pytest.raises(OffloadError) as raised:
+        choose(lanes, budget, more_hosts=False)
+    assert "as many hosts" not in str(raised.value)
 
 
 @given(
-    st.lists(st.sampled_from([CAST, PLAIN, LaneBytes(10, 20, 0, 0)]), min_size=1, max_size=9),
+    st.lists(st.sampled_from([CAST, PLAIN, LaneBytes(10, 20, 0, 0, 5)]), min_size=1, max_size=9),
     st.integers(0, 2000),
     st.integers(0, 2000),
     st.booleans(),
@@ -106,3 +170,26 @@ def test_a_wrong_value_is_refused_by_name(wrong: dict[str, object]) -> None:
 def test_a_wrong_offload_is_refused(wrong: object) -> None:
     with pytest.raises(OptionError, match=r"Give None, one of 'host', 'optimizer', 'auto'"):
         parse(wrong)
+
+
+@given(st.integers(0, 2**45))
+def test_a_size_that_is_proposed_as_an_option_is_large_enough(num_bytes: int) -> None:
+    proposed = parse_size(size_option(num_bytes), "host", "")
+    assert num_bytes <= proposed <= num_bytes * 1.1
+
+
+def test_ranks_of_one_host_share_its_budget_and_auto_leaves_room() -> None:
+    free = Free(device=100 * 2**30, host=1000, node_ranks=4)
+    assert budget_of(Offload(host=400), [CAST], 0, free) == Budget(0, 100, False, node_ranks=4)
+    auto = budget_of(Offload(device="auto", host="auto", chunk=5), [CAST], 2**30, free)
+    assert auto.host == 600
+    slabs = slab_bytes([CAST], [EVERYTHING], 5)
+    assert slabs == SLAB_SETS * 90
+    assert auto.device == int((99 * 2**30 - slabs) * 0.6)
+
+
+def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
+    frozen = LaneBytes(100, 200, 0, 0, 50)
+    assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000) == SLAB_SETS * 180
+    assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000) == SLAB_SETS * 160
+    assert slab_bytes([CAST, frozen], [LaneHomes(), EVERYTHING], 1000) == 0

@@ -4,20 +4,30 @@ Values fill the compute device first, then the host, then the disk, the most exp
 shards that gathers send (needed in forward and in backward), then masters and gradients, then optimizer
 state. A gradient is on the device of its parameter, because torch requires that. On disk are masters together
 with their optimizer state, so that a step which fails can be rolled back.
+
+The engine, `fs.plan` and `fullshard plan` call the same functions, so that they cannot differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import ceil
+from typing import Literal, Protocol
 
+from fullshard.byte_sizes import size, size_option
 from fullshard.errors import OffloadError
-from fullshard.plan.plan import LanePlan, size
+from fullshard.offload import Offload
+from fullshard.plan.layout import Layout
+from fullshard.precision import LaneDtypes
 
 Place = Literal["device", "host", "disk"]
+PLACES: tuple[Place, ...] = ("device", "host", "disk")
 KINDS = ("compute", "master", "gradients", "state")
 STATES = 2  # values that an optimizer keeps per element, as Adam does
+SLAB_SETS = 2  # chunks that a streamed step has on the device at the same time
+DISK_SLOTS = 2  # of each value in its file
+AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
 # What moves together, the last to leave the device first: with a master, and with one shard for both.
 _CAST = ("compute",), ("master", "gradients"), ("state",)
 _PLAIN = ("compute", "gradients"), ("master",), ("state",)
@@ -31,11 +41,16 @@ class LaneBytes:
     master: int
     gradients: int
     state: int
+    num_elements: int
     stays: bool = False  # on the device, whatever the budget
 
     @property
     def total(self) -> int:
         return self.compute + self.master + self.gradients + self.state
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return _CAST if self.master else _PLAIN
 
 
 @dataclass(frozen=True)
@@ -47,45 +62,152 @@ class LaneHomes:
     gradients: Place = "device"
     state: Place = "device"
 
+    @property
+    def streams_steps(self) -> bool:
+        """Whether an optimizer needs values that are not on the compute device."""
+        return {self.master, self.gradients, self.state} != {"device"}
+
+
+@dataclass(frozen=True)
+class Free:
+    """What one rank may still take, the least of any rank; and the most ranks of any host."""
+
+    device: int
+    host: int
+    node_ranks: int
+
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes per rank; None: no limit."""
+    """Bytes per rank; None: no limit. `node_ranks` ranks share the memory of a host."""
 
     device: int | None
     host: int | None
     has_disk: bool
     kinds: tuple[str, ...] = KINDS
+    node_ranks: int = 1
 
 
-def bytes_of(lane: LanePlan, replicated: bool) -> LaneBytes:
+class _Lane(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def dtypes(self) -> LaneDtypes: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def offload(self) -> bool: ...
+
+
+def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
     num_elements = lane.layout.total if replicated else lane.layout.interval
     rest = num_elements * lane.dtypes.rest.itemsize
     trained, stays = rest if lane.trainable else 0, not lane.offload
     if lane.dtypes.compute == lane.dtypes.rest:
-        return LaneBytes(rest, 0, trained, STATES * trained, stays)
-    return LaneBytes(num_elements * lane.dtypes.compute.itemsize, rest, trained, STATES * trained, stays)
+        return LaneBytes(rest, 0, trained, STATES * trained, num_elements, stays)
+    packs = lane.dtypes.eight_bit_gather and lane.layout.ranks > 1  # from the master itself
+    compute = 0 if packs else num_elements * lane.dtypes.compute.itemsize
+    return LaneBytes(compute, rest, trained, STATES * trained, num_elements, stays)
 
 
-def choose(lanes: Sequence[LaneBytes], budget: Budget) -> list[LaneHomes]:
-    """The home of every kind of every lane. Raises if they do not fit."""
-    on_host: list[list[str]] = [[] for _ in lanes]
-    room = budget.device
-    if room is not None:
-        room = max(0, room - sum(lane.total for lane in lanes if lane.stays))
-    for step in range(3) if room is not None else ():
-        for lane, moved in zip(lanes, on_host, strict=True):
-            kinds = (_CAST if lane.master else _PLAIN)[step]
-            needed = sum(getattr(lane, kind) for kind in kinds)
-            if kinds[0] not in budget.kinds or lane.stays:
+def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, free: Free) -> Budget:
+    """The budget of a rank. On the device, 'auto' leaves room for full values and for a step's slabs."""
+    device, host = offload.device, offload.host
+    if device == "auto":
+        away = [LaneHomes("host", "host", "host", "host")] * len(lanes)
+        room = free.device - full_bytes - slab_bytes(lanes, away, offload.chunk)
+        device = max(0, int(room * AUTO_SHARE))
+    if host == "auto":
+        host = int(free.host * AUTO_SHARE)
+    elif host is not None:
+        host = int(host) // free.node_ranks
+    return Budget(int(device), host, offload.disk is not None, offload.kinds, free.node_ranks)
+
+
+def choose(lanes: Sequence[LaneBytes], budget: Budget, more_hosts: bool = True) -> list[LaneHomes]:
+    """The home of every kind of every lane. If they do not fit, the error says by how much and what would.
+
+    `more_hosts`: on more of them, a rank would have less.
+    """
+    homes, over = _placed(lanes, budget)
+    if over <= 0:
+        return homes
+    assert budget.host is not None
+    ranks, host = budget.node_ranks, budget.host
+    who, they = (f"the {ranks} ranks of a host need", "they") if ranks > 1 else ("a rank needs", "it")
+    raise OffloadError(
+        f"{who} {size((host + over) * ranks)} of host memory for values at rest, {size(over * ranks)} more "
+        f"than the {size(host * ranks)} that {they} may take",
+        f"Any one of these is enough: {'; '.join(_remedies(lanes, budget, over, more_hosts))}.",
+    )
+
+
+def _remedies(lanes: Sequence[LaneBytes], budget: Budget, over: int, more_hosts: bool) -> Iterator[str]:
+    """Changes of a budget that cannot be met, with each of which it can."""
+    assert budget.host is not None
+    yield f"fs.Offload(host='{size_option((budget.host + over) * budget.node_ranks)}')"
+    device = _smallest_device(lanes, budget)
+    if device is not None:
+        yield f"device='{size_option(device)}', where each rank's device has that much to spare"
+    homes, still_over = _placed(lanes, replace(budget, has_disk=True))
+    if not budget.has_disk and still_over <= 0:
+        files = usage(lanes, homes)["disk"] * DISK_SLOTS * budget.node_ranks
+        yield f"disk=FOLDER, with {size(files)} free for a host"
+    if more_hosts and budget.host:
+        yield f"{ceil((budget.host + over) / budget.host)} times as many hosts, of as many ranks"
+
+
+def _smallest_device(lanes: Sequence[LaneBytes], budget: Budget) -> int | None:
+    """A device budget with which the host's is enough, at most a thousandth above the smallest."""
+    low, high = budget.device, sum(lane.total for lane in lanes)
+    if low is None or _placed(lanes, replace(budget, device=high))[1] > 0:
+        return None
+    while high - low > max(1, high // 1024):
+        middle = (low + high) // 2
+        if _placed(lanes, replace(budget, device=middle))[1] > 0:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _placed(lanes: Sequence[LaneBytes], budget: Budget) -> tuple[list[LaneHomes], int]:
+    """Homes, and the bytes by which a rank then exceeds its share of the host's memory."""
+    away: list[list[str]] = [[] for _ in lanes]
+    if budget.device is not None:
+        _fill(lanes, budget.device, budget.kinds, away)
+    homes = [LaneHomes(*("host" if kind in moved else "device" for kind in KINDS)) for moved in away]
+    homes = [_consistent(lane, home, budget.kinds) for lane, home in zip(lanes, homes, strict=True)]
+    return _on_disk(lanes, homes, budget)
+
+
+def _fill(lanes: Sequence[LaneBytes], room: int, kinds: tuple[str, ...], away: list[list[str]]) -> None:
+    """What does not fit on the device, by lane. What may not leave it takes its room first."""
+    # Beside a master on the device, what is cast from it has no copy of its own.
+    alone = [lane.master and (lane.stays or "master" not in kinds) for lane in lanes]
+    lanes = [replace(lane, compute=0) if one else lane for lane, one in zip(lanes, alone, strict=True)]
+    for lane in lanes:
+        room -= sum(_bytes(lane, group) for group in lane.groups if not _may_leave(lane, group, kinds))
+    for step in range(3):
+        for lane, moved in zip(lanes, away, strict=True):
+            group = lane.groups[step]
+            if not _may_leave(lane, group, kinds):
                 continue
+            needed = _bytes(lane, group)
+            if lane.master and "master" in group and "compute" not in moved:
+                needed -= lane.compute  # which had its room
             if needed > room:
-                moved.extend(kinds)
+                moved.extend(group)
             else:
                 room -= needed
-    homes = [LaneHomes(*("host" if kind in moved else "device" for kind in KINDS)) for moved in on_host]
-    homes = [_consistent(lane, home, budget.kinds) for lane, home in zip(lanes, homes, strict=True)]
-    return _fitted(lanes, homes, budget)
+
+
+def _may_leave(lane: LaneBytes, group: tuple[str, ...], kinds: tuple[str, ...]) -> bool:
+    return not lane.stays and group[0] in kinds
+
+
+def _bytes(lane: LaneBytes, kinds: Sequence[str]) -> int:
+    return sum(getattr(lane, kind) for kind in kinds)
 
 
 def _consistent(lane: LaneBytes, homes: LaneHomes, kinds: tuple[str, ...]) -> LaneHomes:
@@ -97,35 +219,105 @@ def _consistent(lane: LaneBytes, homes: LaneHomes, kinds: tuple[str, ...]) -> La
     return replace(homes, gradients="device" if here else "host")
 
 
-def _fitted(lanes: Sequence[LaneBytes], homes: list[LaneHomes], budget: Budget) -> list[LaneHomes]:
-    """What the host cannot hold goes to disk, the last lanes first."""
+def _on_disk(
+    lanes: Sequence[LaneBytes], homes: list[LaneHomes], budget: Budget
+) -> tuple[list[LaneHomes], int]:
+    """What the host cannot hold goes to disk, the last lanes first, those with masters on the device last."""
     if budget.host is None:
-        return homes
+        return homes, 0
     over = usage(lanes, homes)["host"] - budget.host
-    for index in reversed(range(len(lanes))):
-        if over <= 0 or not budget.has_disk:
+    order = sorted(range(len(lanes)), key=lambda index: (homes[index].master == "device", -index))
+    for index in order if budget.has_disk else ():
+        if over <= 0:
             break
-        one = lanes[index : index + 1]
-        if one[0].stays:
+        lane, before = lanes[index], homes[index]
+        if lane.stays:
             continue
-        before = usage(one, homes[index : index + 1])["host"]
-        homes[index] = replace(homes[index], master="disk", state="disk", gradients="host")
-        if not lanes[index].master:
-            homes[index] = replace(homes[index], compute="disk")
-        over -= before - usage(one, homes[index : index + 1])["host"]
-    if over > 0:
-        raise OffloadError(
-            f"values at rest need {size(over)} more host memory than the {size(budget.host)} of a rank",
-            "Raise host= or device= of fs.Offload, give it a disk= folder, or use more ranks.",
-        )
-    return homes
+        after = replace(before, master="disk", state="disk", gradients="host")
+        if not lane.master:
+            after = replace(after, compute="disk")
+        gain = usage([lane], [before])["host"] - usage([lane], [after])["host"]
+        if gain > 0:
+            homes[index] = after
+            over -= gain
+    return homes, over
+
+
+def held(lane: LaneBytes, homes: LaneHomes) -> Iterator[tuple[str, Place, int]]:
+    """By kind, where a lane's values rest and their bytes."""
+    for kind in KINDS:
+        if kind != "compute" or not (lane.master and homes.master == "device"):
+            yield kind, getattr(homes, kind), getattr(lane, kind)
 
 
 def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place, int]:
     """Bytes per home on one rank."""
-    totals: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
+    totals: dict[Place, int] = dict.fromkeys(PLACES, 0)
     for lane, home in zip(lanes, homes, strict=True):
-        for kind in KINDS:
-            if kind != "compute" or not (lane.master and home.master == "device"):
-                totals[getattr(home, kind)] += getattr(lane, kind)
+        for _, place, num_bytes in held(lane, home):
+            totals[place] += num_bytes
     return totals
+
+
+def slab_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
+    """Device memory that a streamed step works in: a chunk of each kind of value, SLAB_SETS times."""
+    largest = 0.0
+    for lane, home in zip(lanes, homes, strict=True):
+        if home.streams_steps and lane.gradients:
+            kinds = KINDS if lane.master else ("compute", "gradients", "state")
+            largest = max(largest, _bytes(lane, kinds) * min(1.0, chunk / lane.num_elements))
+    return SLAB_SETS * ceil(largest)
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Where the values of all lanes rest, in the order of units and lanes."""
+
+    lanes: tuple[LaneBytes, ...]
+    homes: tuple[LaneHomes, ...]
+    budget: Budget
+    chunk: int
+
+    def bytes_at(self, place: Place, kind: str | None = None) -> int:
+        """Of one rank, of one kind or of all."""
+        pairs = zip(self.lanes, self.homes, strict=True)
+        each = (one for lane, homes in pairs for one in held(lane, homes))
+        return sum(
+            num_bytes for kind_, place_, num_bytes in each if place_ == place and kind in (None, kind_)
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all ranks of a host."""
+        return self.bytes_at("host") * self.budget.node_ranks
+
+    @property
+    def disk_bytes(self) -> int:
+        """Files of all ranks of a host."""
+        return self.bytes_at("disk") * DISK_SLOTS * self.budget.node_ranks
+
+    @property
+    def slab_bytes(self) -> int:
+        """On the device of each rank, from the first step on."""
+        return slab_bytes(self.lanes, self.homes, self.chunk)
+
+    def describe(self, index: int) -> str:
+        """The homes of one lane: 'host', or 'device; state host'."""
+        lane, homes = self.lanes[index], self.homes[index]
+        by_place: dict[Place, list[str]] = {}
+        for kind, place, num_bytes in held(lane, homes):
+            if num_bytes:
+                by_place.setdefault(place, []).append(kind)
+        if len(by_place) == 1:
+            return next(iter(by_place))
+        return "; ".join(f"{place}: {', '.join(by_place[place])}" for place in PLACES if place in by_place)
+
+
+def rest_under(
+    offload: Offload, lanes: Sequence[_Lane], full_bytes: int, free: Free, strategy: str
+) -> Resting:
+    """Where values rest with `offload`. Raises if its budget cannot be met."""
+    each = tuple(bytes_of(lane, strategy == "replicate") for lane in lanes)
+    budget = budget_of(offload, each, full_bytes, free)
+    homes = choose(each, budget, more_hosts=strategy not in ("replicate", "hybrid"))
+    return Resting(each, tuple(homes), budget, offload.chunk)

@@ -5,15 +5,18 @@ print(fs.plan(model, strategy="zero3", ranks=8))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from fullshard.byte_sizes import size
+from fullshard.offload import Offload
 from fullshard.options import Options
+from fullshard.plan.homes import KINDS, PLACES, Free, Resting, rest_under
 from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
 from fullshard.plan.schedule import Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import Member, Unit, find_units, looks_up_only
@@ -21,7 +24,9 @@ from fullshard.precision import BLOCK, PRESETS, LaneDtypes, lane_dtypes, packed_
 
 BLOCK_PADDING = 0.01  # of a unit's full bytes: what aligning parameters to blocks may add
 
-_Row = tuple[str, str, str, str, str, str, str]
+_KIND_NAMES = {"compute": "compute", "master": "masters", "gradients": "gradients", "state": "Adam state"}
+
+_Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,13 @@ class Plan:
     ranks: int
     units: tuple[UnitPlan, ...]
     schedule: Schedule
+    resting: Resting | None = None  # with offload: where values rest
+
+    def with_offload(self, offload: Offload, free: Free) -> Plan:
+        """Where values rest with it. Raises OffloadError if its budget cannot be met."""
+        lanes = [lane for unit in self.units for lane in unit.lanes]
+        resting = rest_under(offload, lanes, self.full_bytes_at_peak, free, self.strategy)
+        return replace(self, resting=resting)
 
     @property
     def num_elements(self) -> int:
@@ -90,7 +102,7 @@ class Plan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Parameters at rest."""
+        """Parameters at rest, wherever they do; not the copies that offload keeps in the compute dtype."""
         return sum(lane.rest_bytes(self._replicated) for unit in self.units for lane in unit.lanes)
 
     @property
@@ -123,23 +135,46 @@ class Plan:
         return self.strategy == "replicate"
 
     def __str__(self) -> str:
-        rows = [("unit", "lane", "elements", "at rest", "full", "padding", "gathers per step")]
+        away = "" if self.resting is None else "home"
+        rows: list[_Row] = [
+            ("unit", "lane", "elements", "at rest", "full", "padding", "gathers per step", away)
+        ]
         rows += [row for index in range(len(self.units)) for row in self._rows(index)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [_line(row, widths) for row in rows]
         return "\n".join(
             [
                 f"{self.num_elements:,} parameters, {self.strategy!r}, {self.ranks} ranks; per rank:",
-                lines[0],
-                "-" * len(lines[0]),
-                *lines[1:],
-                f"at rest: parameters {size(self.parameter_bytes)}, gradients {size(self.gradient_bytes)}, "
-                f"Adam state {size(2 * self.gradient_bytes)}",
+                *_table(rows, range(2, 6)),
+                *(self._at_rest() if self.resting is None else self._at_rest_by_home(self.resting)),
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
                 f"sent per step: {size(self.wire_bytes_per_step)}",
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
             ]
         )
+
+    def _at_rest(self) -> list[str]:
+        return [
+            f"at rest: parameters {size(self.parameter_bytes)}, gradients {size(self.gradient_bytes)}, "
+            f"Adam state {size(2 * self.gradient_bytes)}"
+        ]
+
+    def _at_rest_by_home(self, resting: Resting) -> list[str]:
+        budget = resting.budget
+        host = f"the {budget.node_ranks} ranks of a host" if budget.node_ranks > 1 else "a host"
+        rows: list[_Row] = [("at rest", *(_KIND_NAMES[kind] for kind in KINDS), "together", host)]
+        for place in PLACES:
+            each = [resting.bytes_at(place, kind) for kind in KINDS]
+            all_ranks = {"device": 0, "host": resting.host_bytes, "disk": resting.disk_bytes}[place]
+            if any(each) or place != "disk":
+                shown = size(all_ranks) if place != "device" else ""
+                rows.append((place, *map(size, each), size(sum(each)), shown))
+        lines = _table(rows, range(1, 7))
+        if resting.bytes_at("disk"):
+            lines.append("on disk each value has two slots, which the last column counts")
+        if resting.slab_bytes:
+            lines.append(f"optimizer step: slabs of {size(resting.slab_bytes)} on the device")
+        if budget.host is not None:
+            lines.append(f"budget of {host}: {size(budget.host * budget.node_ranks)}")
+        return lines
 
     def _rows(self, index: int) -> list[_Row]:
         """One per lane; what concerns the unit is in the first."""
@@ -147,27 +182,27 @@ class Plan:
         gathers = (
             f"{schedule.gathers[index]}{', kept' if schedule.releases and index in schedule.kept else ''}"
         )
-        rows = []
-        for lane in unit.lanes:
+        before = sum(len(earlier.lanes) for earlier in self.units[:index])
+        rows: list[_Row] = []
+        for number, lane in enumerate(unit.lanes, start=before):
             kind = f"{_short(lane.dtypes.rest)}{'' if lane.trainable else ' frozen'}"
             elements, padding = lane.layout.num_elements, lane.layout.total - lane.layout.num_elements
             rest, full = size(lane.rest_bytes(self._replicated)), size(lane.full_bytes)
-            rows.append((unit.name or "(root)", kind, f"{elements:,}", rest, full, f"{padding:,}", gathers))
+            home = "" if self.resting is None else self.resting.describe(number)
+            row = unit.name or "(root)", kind, f"{elements:,}", rest, full, f"{padding:,}", gathers, home
+            rows.append(row)
             gathers = ""
         return rows
 
 
-def _line(row: _Row, widths: list[int]) -> str:
-    cells = enumerate(zip(row, widths, strict=True))
-    return "  ".join(c.rjust(w) if 2 <= i < 6 else c.ljust(w) for i, (c, w) in cells).rstrip()
-
-
-def size(num_bytes: float) -> str:
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or suffix == "GiB":
-            return f"{num_bytes:.0f} {suffix}" if suffix == "B" else f"{num_bytes:.1f} {suffix}"
-        num_bytes /= 1024
-    raise AssertionError
+def _table(rows: Sequence[_Row], right: Container[int]) -> list[str]:
+    """Lines of equal columns, a rule below the first. Columns in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells).rstrip())
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fullshard.byte_sizes import size
 from fullshard.extras import need
-from fullshard.plan.plan import size
 
 MIB = 2**20
 NARROW = 72  # columns of a terminal below which bar and table do not fit

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fullshard.plan.plan import size
+from fullshard.byte_sizes import size
 from fullshard.training.charts import Series, chart
 from fullshard.training.folder import RunFolder
 

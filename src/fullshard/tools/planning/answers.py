@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import nn
 
+from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
 from fullshard.options import Options, parse
-from fullshard.plan.plan import size
 from fullshard.plan.units import find_units
 from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need

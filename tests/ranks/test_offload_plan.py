@@ -1,0 +1,149 @@
+"""What `fs.plan` says of an offloaded model is what its ranks hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import engines
+import fullshard as fs
+import ranks
+from engines import my_rank
+from fullshard.engine.runtime import runtime_of
+from fullshard.plan.homes import KINDS, PLACES
+from fullshard.plan.plan import Plan
+
+
+class Adapted(engines.Net):
+    """With a lane that does not train, and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(nn.Linear(engines.WIDTH, 150), nn.Linear(150, engines.WIDTH))
+        self.blocks[2].requires_grad_(False)
+
+
+EIGHT_BIT = fs.Precision(compute=torch.bfloat16, gather=torch.int8, wire=torch.int8)
+CASES: list[tuple[str, Any]] = [
+    ("zero3", "bf16"),
+    ("zero3", "fp32"),
+    ("zero3", EIGHT_BIT),
+    ("replicate", "bf16"),
+]
+
+
+def offloads(folder: Path, copies: int) -> list[Any]:
+    host = 32_000 * copies
+    disk = [fs.Offload(device, host, folder / str(device), chunk=600) for device in (0, 9_000)]
+    return [None, "host", "optimizer", "auto", *disk]
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], int]:
+    """Bytes by home and kind, of the tensors that there are."""
+    total = {(place, kind): 0 for place in PLACES for kind in KINDS}
+    for lane in runtime_of(model).lanes:
+        homes = lane.homes
+        cast = lane.dtypes.rest != lane.dtypes.compute
+        total[homes.master.kind, "master" if cast else "compute"] += lane.rest.nbytes
+        if lane.compute_shard is not None:
+            total[homes.compute.kind, "compute"] += lane.compute_shard._values.nbytes
+        if lane.gradients is not None:
+            total[homes.gradients.kind, "gradients"] += lane.gradients.flat.nbytes
+        for parameter in lane.parameters:
+            values = [v for v in optimizer.state.get(parameter, {}).values() if v.dim()]
+            total[homes.state.kind, "state"] += sum(value.nbytes for value in values)
+    return total
+
+
+def compare(plan: Plan, real: dict[tuple[str, str], int], files: list[int]) -> None:
+    resting = plan.resting
+    assert resting is not None
+    for (place, kind), num_bytes in real.items():
+        planned = resting.bytes_at(place, kind)  # type: ignore[arg-type]
+        if kind == "state":  # padding has none
+            assert num_bytes <= planned <= num_bytes + 8 * padding(plan), (place, kind)
+        else:
+            assert planned == num_bytes, (place, kind)
+    pages = 2 * 4096 * len(files)  # a slot ends with a page
+    both_slots = resting.disk_bytes
+    assert both_slots - 16 * resting.budget.node_ranks * padding(plan) <= sum(files) <= both_slots + pages
+
+
+def padding(plan: Plan) -> int:
+    return sum(lane.layout.total - lane.layout.num_elements for unit in plan.units for lane in unit.lanes)
+
+
+def plans_and_tensors(folder: Path, world: int) -> None:
+    for number, (strategy, precision) in enumerate(CASES):
+        for offload in offloads(folder / str(number), world if strategy == "replicate" else 1):
+            options = engines.BLOCKS | {"strategy": strategy, "precision": precision, "offload": offload}
+            before = fs.plan(engines.build(Adapted), **options)
+            model = fs.shard(engines.build(Adapted), **options)
+            planned = fs.plan(model)
+            if offload is None:
+                assert planned.resting is None
+                assert before == planned
+                continue
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            engines.loss_of(model, engines.batch(0, my_rank())).backward()
+            optimizer.step()
+            assert before.resting is not None
+            assert planned.resting is not None
+            assert before.resting.homes == planned.resting.homes
+            assert before.resting.budget.node_ranks == world
+            if offload != "auto":  # what is free changes
+                assert str(before) == str(planned)
+            disk = getattr(offload, "disk", None)
+            files = [] if disk is None else [file.stat().st_size for file in Path(disk).glob("*/value-*")]
+            compare(planned, held(model, optimizer), files)
+            with fs.full(model):  # no rank's files go before all have counted
+                pass
+
+
+def test_planned_bytes_per_home_are_those_of_the_tensors_and_files(tmp_path: Path) -> None:
+    for num_ranks in (1, 2):
+        ranks.run(plans_and_tensors, num_ranks, tmp_path / str(num_ranks), num_ranks)
+
+
+def too_small(folder: Path) -> list[str]:
+    texts = []
+    for offload in (fs.Offload(host=9_000), fs.Offload(host=500, disk=folder)):
+        for strategy in ("zero3", "replicate"):
+            try:
+                engines.shard_blocks(engines.build(), offload=offload, precision="bf16", strategy=strategy)
+            except fs.FullshardError as error:
+                texts.append(f"{type(error).__name__} {error}")
+    return texts
+
+
+def test_a_budget_that_cannot_be_met_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    by_rank = ranks.run(too_small, 2, tmp_path)
+    first = [text.replace("rank 0: ", "") for text in by_rank[0]]
+    assert len(first) == 4
+    assert first == [text.replace("rank 1: ", "") for text in by_rank[1]]
+    for text in first:
+        assert text.startswith("OffloadError the 2 ranks of a host need ")
+        assert "Any one of these is enough: fs.Offload(host='" in text
+
+
+def test_the_plan_prints_bytes_per_home_per_rank_and_per_host() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    offload = fs.Offload(device="1MiB", host="12MiB", disk="unused")
+    plan = fs.plan(model, ranks=4, node_ranks=2, precision="bf16", merge_units=0, offload=offload)
+    text = str(plan)
+    lines = [line.split() for line in text.splitlines()]
+    assert plan.resting is not None
+    assert next(line[:3] for line in lines if line and line[0] == "device") == ["device", "1.0", "MiB"]
+    assert plan.resting.host_bytes == 2 * plan.resting.bytes_at("host") <= 12 * 2**20
+    assert f"{plan.resting.disk_bytes / 2**20:.1f} MiB" in text
+    assert "the 2 ranks of a host" in text
+
+
+def test_a_plan_without_offload_prints_no_homes() -> None:
+    text = str(fs.plan(engines.build(), ranks=2))
+    assert "home" not in text
+    assert "at rest: parameters" in text
