@@ -263,7 +263,7 @@ def _lesson(folder: str, offload: str) -> dict[str, Any]:
 
 
 @_needs("yaml", "rich")
-@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("offload", ["null", "host"])
 def test_train_command_learns_on_a_gpu(offload: str, tmp_path: Path) -> None:
     said = _lesson(str(tmp_path), offload)
     assert said["code"] == 0

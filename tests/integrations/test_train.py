@@ -128,7 +128,7 @@ def test_trained_gpt_is_loaded_from_its_folder(gpt_run: Path) -> None:
     [
         (1, ["training.micro_batch_size=2"]),
         (2, ["sharding.strategy=replicate", "sharding.checkpoint_activations=true", "logging.every=4"]),
-        (4, ["sharding.strategy=zero2", "training.micro_batch_size=1"]),
+        (4, ["sharding.strategy=zero2", "training.micro_batch_size=1", "sharding.offload=optimizer"]),
     ],
 )
 def test_losses_do_not_depend_on_ranks_strategy_or_micro_batches(
@@ -190,7 +190,11 @@ def _stopped_after(config: str, overrides: list[str], step: int) -> int:
 
 def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ranks(gpt_run: Path) -> None:
     uninterrupted = runs.losses(gpt_run / "run")
-    for name, ranks_after, exact in (("stopped-2", 2, True), ("stopped-1", 1, False)):
+    folder = gpt_run / "homes"
+    budget = f"sharding.offload={{host: 80KiB, disk: {folder}}}"
+    for name, ranks_after, exact, offload in (
+        ("stopped-2", 2, True, [budget]), ("stopped-1", 1, False, ["sharding.offload=host"]),
+    ):  # fmt: skip
         changes = [f"output={gpt_run / name}", "logging.tensorboard=false", "checkpoints.every=100"]
         config = str(gpt_run / "config.yaml")
         ranks.run(_stopped_after, 2, config, changes, 3, timeout_s=120)
@@ -199,7 +203,7 @@ def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ra
         assert len(runs.losses(gpt_run / name)) == 3
         assert (gpt_run / name / "report.html").is_file()
         assert not (gpt_run / name / "model").exists()
-        ranks.run(runs.train, ranks_after, config, changes, timeout_s=120)
+        ranks.run(runs.train, ranks_after, config, [*changes, *offload], timeout_s=120)
         again = runs.losses(gpt_run / name)
         assert [line["step"] for line in runs.metrics(gpt_run / name)] == list(range(1, STEPS + 1))
         assert again == uninterrupted if exact else again[:3] == uninterrupted[:3]

@@ -19,6 +19,7 @@ import fullshard as fs
 import training_runs as runs
 from fullshard import option_table, precision
 from fullshard.errors import MissingExtra, OptionError
+from fullshard.tools import cli
 from fullshard.training import settings as _settings
 from fullshard.training.command import train
 from fullshard.training.example import EXAMPLE
@@ -52,6 +53,28 @@ def _uncommented(example: str) -> str:
     return re.sub(r"^( *)# ( *\w+:( |$))", r"\1\2", example, flags=re.MULTILINE)
 
 
+def test_offload_is_a_word_or_a_budget_whose_folder_is_relative_to_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offload(given: Any, overrides: list[str] | None = None) -> Any:
+        return load(runs.write_config(folder, sharding={"offload": given}), overrides or []).sharding.offload
+
+    assert [offload(word) for word in (None, "host", "auto")] == [None, "host", "auto"]
+    budget = offload({"device": "2KiB", "host": 5000, "disk": "homes", "kinds": ["master", "state"]})
+    assert budget == fs.Offload(2048, 5000, folder / "homes", ("master", "state"))
+    passed: list[list[str]] = []
+    monkeypatch.setattr("fullshard.training.command.train", lambda *given: passed.append(given[1]) or 0)
+    for text in ("optimizer", "none", "device=22GiB,host=90GB,disk=/scratch/a b", "host=4096"):
+        assert cli.main(["train", str(folder / "config.yaml"), "--offload", text]) == 0
+    assert [offload("host", overrides) for overrides in passed] == [
+        "optimizer",
+        None,
+        fs.Offload("22GiB", "90GB", Path("/scratch/a b")),
+        fs.Offload(host=4096),
+    ]
+    json.dumps(load(folder / "config.yaml", passed[2]).as_dict())
+
+
 def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path: Path) -> None:
     example = yaml.safe_load(_uncommented(EXAMPLE))
     given = {"model.path", "model.config", "model.weights", "data.validation", "data.prompt"}
@@ -68,7 +91,7 @@ def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path:
                 (a for a in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(a)), None
             )
             dotted = f"{key}.{name}".lstrip(".")
-            if inner is not None:
+            if inner is not None and here[name] is not None:
                 compare(inner, here[name], dotted)
             elif name in here and field.default is not dataclasses.MISSING and dotted not in given:
                 default = list(field.default) if isinstance(field.default, tuple) else field.default
@@ -115,6 +138,11 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda c: c["training"].update(schedule="cosin"), "Did you mean 'cosine'?"),
     (lambda c: c.update(sharding={"strategy": "zero4"}), "'sharding.strategy'"),
     (lambda c: c.update(sharding=[1]), "'sharding'"),
+    (lambda c: c.update(sharding={"offload": "cpu"}), "Choose one of host, optimizer, auto"),
+    (lambda c: c.update(sharding={"offload": True}), "'sharding.offload'"),
+    (lambda c: c.update(sharding={"offload": {"nvme_path": "x"}}), "'sharding.offload.nvme_path'"),
+    (lambda c: c.update(sharding={"offload": {"device": "much"}}), "Offload.device is 'much'"),
+    (lambda c: c.update(sharding={"offload": {"disk": 3}}), "'sharding.offload.disk'"),
     (lambda c: c["data"].update(train=[]), "'data.train'"),
     (lambda c: c["data"].update(train=["texts/*.nothing"]), "no file matches"),
     (lambda c: c["data"].update(train="missing.txt"), "missing.txt"),

@@ -115,6 +115,7 @@ class Run:
             precision=settings.sharding.precision,
             across=settings.sharding.across,
             checkpoint_activations=settings.sharding.checkpoint_activations,
+            offload=settings.sharding.offload,
             materialize=self.job.subject.materialize,
             device=self.job.device,
         )

@@ -53,10 +53,13 @@ class Reporter(Watcher):
         sharding = settings.sharding
         where = "one GPU each" if self._job.device.type == "cuda" else "on the CPU"
         memory = "allocated on its GPU" if self._job.device.type == "cuda" else "resident in its process"
+        precision: str = sharding.precision
+        if sharding.offload is not None:
+            precision += f", offload {sharding.offload if isinstance(sharding.offload, str) else 'by budget'}"
         tokens = len(self._job.train) * settings.training.sequence_length
         lines = [
             f"{subject.name} of {subject.num_parameters:,} parameters, {tokens:,} tokens to train on.",
-            f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {sharding.precision}.",
+            f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {precision}.",
             f"Memory is each rank's, {memory}.",
         ]
         lines += run.notes

@@ -82,8 +82,10 @@ def _value(kind: Any, given: Any, source: Source, key: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if given is None and type(None) in arguments:
             return None
-        (kind,) = (a for a in arguments if a is not type(None))
-        return _value(kind, given, source, key)
+        kinds = [a for a in arguments if a is not type(None)]
+        kinds.sort(key=lambda one: not _is_path(one))  # a text is a path if it may be
+        fitting = next((kind for kind in kinds if _may_be(kind, given)), kinds[0])
+        return _value(fitting, given, source, key)
     if origin is typing.Literal:
         # YAML reads a plain `off` or `on` as a truth value; no choice is spelled so.
         if given not in arguments or isinstance(given, bool):
@@ -95,9 +97,23 @@ def _value(kind: Any, given: Any, source: Source, key: str) -> Any:
     if origin is tuple:
         items = list(given) if isinstance(given, list | tuple) else [given]
         return tuple(_value(arguments[0], item, source, f"{key}[{i}]") for i, item in enumerate(items))
+    if _is_path(kind):
+        kind = Path
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), given, source, key)
     return _plain(kind, given, source, key)
+
+
+def _may_be(kind: Any, given: Any) -> bool:
+    """Whether a value is of this kind, rather than of another of a union."""
+    if dataclasses.is_dataclass(kind):
+        return isinstance(given, Mapping)
+    return isinstance(given, str) if _is_path(kind) else type(given) is kind
+
+
+def _is_path(kind: Any) -> bool:
+    origin: Any = typing.get_origin(kind)
+    return kind is Path or origin is os.PathLike
 
 
 def _plain(kind: Any, given: Any, source: Source, key: str) -> Any:

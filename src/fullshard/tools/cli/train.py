@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,15 @@ def _train(
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a value of CONFIG.yaml; may be repeated."),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="WHERE",
+            help="What rests away from the GPU: host, optimizer, auto, none; or a budget such as "
+            "device=22GiB,host=90GiB,disk=FOLDER. The same as the key sharding.offload.",
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     example: Annotated[
@@ -48,7 +58,18 @@ def _train(
         raise OptionError(what, "Pass a config file; `fullshard train --example > config.yaml` writes one.")
     from fullshard.training.command import train
 
-    return train(config, list(overrides or ()), ranks, quiet)
+    changes = list(overrides or ())
+    if offload is not None:
+        changes.append(f"sharding.offload={_offload_value(offload)}")
+    return train(config, changes, ranks, quiet)
+
+
+def _offload_value(text: str) -> str:
+    """As YAML."""
+    if "=" not in text:
+        return "null" if text == "none" else text
+    parts = [part.partition("=") for part in text.split(",")]
+    return json.dumps({key.strip(): int(value) if value.isdigit() else value for key, _, value in parts})
 
 
 TRAIN = Command(
@@ -65,6 +86,8 @@ examples:
   fullshard train --example > config.yaml    every key, explained
   fullshard train config.yaml
   fullshard train config.yaml --ranks 4 --set training.steps=500
+  fullshard train config.yaml --offload host
+  fullshard train config.yaml --offload device=22GiB,host=90GiB,disk=/scratch/run
 
 Exit code 0: trained; 2: CONFIG.yaml, or a file that it names, is invalid; others: the
 exit code of the training.""",
