@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ def shard(
     precision: str | Precision = "fp32",
     mesh: DeviceMesh | None = None,
     units: Any = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: bool | Literal["offload"] = False,
     ignore: Any = (),
     initial: str = "broadcast",
     materialize: Callable[[nn.Module], Any] | None = None,
@@ -65,7 +65,8 @@ def shard(
     mesh: a torch DeviceMesh; axes 'replicate' and 'shard' for hybrid; None is all ranks. For a model that is
         tensor-parallel already, its other axis: mesh['dp'], or the entire mesh, if its axes have names.
     units: None finds them; or module classes; or a function of a module that returns a bool.
-    checkpoint_activations: recompute the activations of each block in backward.
+    checkpoint_activations: recompute the activations of each block in backward; 'offload' keeps the inputs of
+        blocks in host memory until then.
     ignore: modules, parameters or names that stay as they are on every rank, unsynchronised.
     initial: 'broadcast' gives every rank the first rank's values; 'verify' raises if ranks differ.
     materialize: for a meta-device model, a function that initialises one module's own tensors.

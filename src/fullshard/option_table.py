@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid"]
 Across = Literal["replicate", "shard"]
+CheckpointActivations = bool | Literal["offload"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 ACROSS: tuple[str, ...] = get_args(Across)
 INITIAL = ("broadcast", "verify")
@@ -86,6 +87,16 @@ def _keep_full(value: Any) -> int | None:
         return value
     raise OptionError(
         f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
+    )
+
+
+def _checkpoint_activations(value: Any) -> CheckpointActivations:
+    if isinstance(value, bool):
+        return value
+    if value == "offload":
+        return "offload"
+    raise OptionError(
+        f"checkpoint_activations is {value!r}", "Give True, False, or 'offload' for inputs in host memory."
     )
 
 
@@ -247,11 +258,18 @@ TABLE: dict[str, Option] = {
         Option(
             "checkpoint_activations",
             False,
-            "recompute the activations of each block in backward.",
+            "recompute the activations of each block in backward; 'offload' keeps the inputs of blocks in "
+            "host memory until then.",
+            _checkpoint_activations,
             other_names=_all(
                 "Write checkpoint_activations=True.",
                 *("activation_checkpointing", "gradient_checkpointing", "checkpoint", "recompute", "remat"),
                 *("activation_checkpoint", "ac", "activation_checkpointing_policy"),
+            )
+            | _all(
+                "Write checkpoint_activations='offload'.",
+                *("cpu_checkpointing", "activation_offload", "activation_offloading", "offload_activations"),
+                *("activations_cpu_offload", "cpu_offload_activations", "activation_checkpointing_offload"),
             ),
         ),
         Option(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.errors import OptionError
 from fullshard.keywords import unknown
 from fullshard.offload import Offload
-from fullshard.option_table import OTHER_NAMES, TABLE
+from fullshard.option_table import OTHER_NAMES, TABLE, CheckpointActivations
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
@@ -37,7 +37,7 @@ class Options:
     strategy: str
     precision: Precision
     units: UnitChoice
-    checkpoint_activations: bool
+    checkpoint_activations: CheckpointActivations
     ignore: tuple[Any, ...]
     initial: str
     materialize: Callable[[nn.Module], Any] | None
@@ -87,7 +87,7 @@ class ShardOptions(TypedDict, total=False):
     strategy: str
     mesh: DeviceMesh | None
     units: Any
-    checkpoint_activations: bool
+    checkpoint_activations: CheckpointActivations
     ignore: Any
     initial: str
     materialize: Callable[[nn.Module], Any] | None

@@ -51,9 +51,6 @@ def _refused() -> dict[str, Any]:
 
     v2 = {"fsdp_version": 2}
     return {
-        "offload of activations": _prepared(
-            v2 | {"activation_checkpointing": True, "activation_checkpointing_offload": True}
-        ),
         "local state": _prepared({"state_dict_type": "LOCAL_STATE_DICT"}),
         "two strategies": _prepared({"sharding_strategy": "NO_SHARD", "reshard_after_forward": "FULL_SHARD"}),
         "two launched": _prepared({}, _launched("NO_SHARD", "shard_grad_op")),
@@ -72,7 +69,6 @@ def _refused() -> dict[str, Any]:
 
 def test_settings_that_cannot_be_honoured_are_refused_by_name() -> None:
     expected = {
-        "offload of activations": ("NotSupported", "activation_checkpointing_offload"),
         "local state": ("NotSupported", "LOCAL_STATE_DICT"),
         "two strategies": ("OptionError", "sharding_strategy is NO_SHARD"),
         "two launched": ("OptionError", "fsdp_sharding_strategy NO_SHARD"),
@@ -136,6 +132,9 @@ def _honoured() -> dict[str, Any]:
         "not sharded": _prepared({"sharding_strategy": "NO_SHARD"}),
         "hybrid, zero2": _prepared({"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
         "named": _prepared(named | {"activation_checkpointing": True}),
+        "activations in host memory": _prepared(
+            {"fsdp_version": 2, "activation_checkpointing": True, "activation_checkpointing_offload": True}
+        ),
         "named beside torch's function": _prepared(
             named | {"auto_wrap_policy": transformer_auto_wrap_policy}
         ),
@@ -205,6 +204,7 @@ def test_settings_reach_the_engine() -> None:
     assert found["not sharded"]["whole"] > 3 * default["whole"]
     assert (found["hybrid, zero2"]["strategy"], found["hybrid, zero2"]["keep_full"]) == ("hybrid", True)
     assert (found["named"]["units"], found["named"]["checkpointing"]) == (["", *blocks], True)
+    assert found["activations in host memory"]["checkpointing"] == "offload"
     assert (
         found["named without a policy"]["units"] == found["named by the launcher"]["units"] == ["", *blocks]
     )

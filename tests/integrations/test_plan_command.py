@@ -325,6 +325,15 @@ def test_recomputation_is_named_where_it_is_what_makes_it_fit() -> None:
     assert asked(*said, *between, "--checkpoint-activations")[0] == 0
 
 
+def test_inputs_of_blocks_in_host_memory_leave_two_on_the_device() -> None:
+    said = ("gpt2", "--ranks", "8", "--batch", "8", "--strategy", "zero3", "--memory", "1000GB")
+    kept, moved = (asked(*said, more)[1] for more in ("--checkpoint-activations", "--offload-activations"))
+    one = 8 * 1024 * 768 * 2  # batch, context, width, bf16
+    assert (kept["host_bytes"], moved["host_bytes"]) == (0, 12 * one)
+    saved = kept["strategies"]["zero3"]["peak_bytes"] - moved["strategies"]["zero3"]["peak_bytes"]
+    assert 9 * one <= saved <= 12 * one
+
+
 def test_peak_is_the_sum_of_its_parts_and_fits_by_the_spare_percent() -> None:
     code, found = asked("gpt2", "--ranks", "2", "--sequence", "256", "--memory", "80GiB")
     assert code == 0

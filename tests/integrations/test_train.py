@@ -128,7 +128,15 @@ def test_trained_gpt_is_loaded_from_its_folder(gpt_run: Path) -> None:
     [
         (1, ["training.micro_batch_size=2"]),
         (2, ["sharding.strategy=replicate", "sharding.checkpoint_activations=true", "logging.every=4"]),
-        (4, ["sharding.strategy=zero2", "training.micro_batch_size=1", "sharding.offload=optimizer"]),
+        (
+            4,
+            [
+                "sharding.strategy=zero2",
+                "sharding.checkpoint_activations=offload",
+                "training.micro_batch_size=1",
+                "sharding.offload=optimizer",
+            ],
+        ),
     ],
 )
 def test_losses_do_not_depend_on_ranks_strategy_or_micro_batches(

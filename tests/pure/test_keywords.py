@@ -67,6 +67,7 @@ def test_a_misspelt_option_is_answered_with_its_name(name: str) -> None:
         ("param_init_fn", "materialize="),
         ("activation_checkpointing", "checkpoint_activations=True"),
         ("gradient-checkpointing", "checkpoint_activations=True"),
+        ("cpu_checkpointing", "checkpoint_activations='offload'"),
         ("reduce_bucket_size", "merge_units=BYTES"),
         ("zero_quantized_gradients", "fs.Precision(wire=torch.int8)"),
         ("use_orig_params", "Leave it out"),

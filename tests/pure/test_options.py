@@ -84,6 +84,15 @@ def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
         parse(x=1)
 
 
+@pytest.mark.parametrize("value", [1, "Offload", "host", None])
+def test_activations_are_recomputed_or_not_or_from_host_memory(value: Any) -> None:
+    assert [parse(checkpoint_activations=v).checkpoint_activations for v in (False, True, "offload")] == [
+        *(False, True, "offload")
+    ]
+    with pytest.raises(OptionError, match=r"checkpoint_activations is .*'offload'"):
+        parse(checkpoint_activations=value)
+
+
 def test_every_default_passes_its_own_check() -> None:
     for name, option in TABLE.items():
         option.parsed(option.default)

@@ -10,14 +10,14 @@ import functools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine import direct, transforms
+from fullshard.engine.activations import DeviceKeeper, HostKeeper, Keeper, checkpointed
 from fullshard.engine.autograd_inputs import watch_inputs
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
@@ -25,7 +25,7 @@ from fullshard.engine.late_changes import watch_changes
 from fullshard.engine.norms import watch_constructors
 from fullshard.engine.parameters_at_rest import mark, watch_parameters
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.tensors import snapshot, tensors_in
+from fullshard.engine.tensors import tensors_in
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.writes import watch_data
 from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
@@ -169,9 +169,10 @@ class Recomputed(Eager):
     and a key-value cache would grow a second time.
     """
 
-    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module) -> None:
+    def __init__(self, runtime: Runtime, unit: LiveUnit, module: nn.Module, keeper: Keeper) -> None:
         super().__init__(runtime, unit)
-        self.module, self.original = module, module.forward
+        self.module, self.original, self.keeper = module, module.forward, keeper
+        self.marker = torch.empty(0, device=runtime.comm.device)
         self.changing: list[tuple[nn.Module, str]] | None = None  # buffers a forward writes, once known
         functools.update_wrapper(self, module.forward, updated=())
 
@@ -180,8 +181,9 @@ class Recomputed(Eager):
             return self.original(*args, **kwargs)  # transforms of torch.func cannot be checkpointed
         places = self._buffers() if self.changing is None else self.changing
         before = [(module, name, _copy_of(module, name)) for module, name in places]
-        compute = functools.partial(self._compute, before, snapshot((args, kwargs)), iter((True,)))
-        output = checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        compute = functools.partial(self._compute, before)
+        held = self.keeper.hold(unit_label(self.unit.name), args, kwargs)
+        output = checkpointed(compute, held, self.marker, args, kwargs)
         if self.changing is None and self.module.training:
             self.changing = [(m, n) for m, n, value in before if not torch.equal(_copy_of(m, n), value)]
         return output
@@ -191,16 +193,10 @@ class Recomputed(Eager):
         return [(m, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
 
     def _compute(
-        self,
-        before: list[tuple[nn.Module, str, torch.Tensor]],
-        given: tuple[Any, Any],
-        calls: Iterator[bool],
-        *args: Any,
-        **kwargs: Any,
+        self, before: list[tuple[nn.Module, str, torch.Tensor]], first: bool, args: Any, kwargs: Any
     ) -> Any:
         now: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-        if not next(calls, False):  # not the first: this is the recomputation
-            args, kwargs = snapshot(given)
+        if not first:
             now = [(module, name, module._buffers[name]) for module, name, _ in before]
             for module, name, value in before:
                 module._buffers[name] = value.clone()  # swapped, not written: saved tensors stay as they are
@@ -362,10 +358,12 @@ def attach(runtime: Runtime, model: nn.Module) -> None:
         # A block compiled before it was sharded, fullgraph=True too: behind a hook that is disabled itself,
         # and not behind one that calls something disabled, the compiler goes on with forward.
         hook.__call__ = _run_eagerly[hook]  # type: ignore[method-assign]
+    recompute = runtime.options.checkpoint_activations
+    keeper: Keeper = HostKeeper(runtime.comm.device) if recompute == "offload" else DeviceKeeper()
     for unit in runtime.units:
         for module in unit.modules:
-            if runtime.options.checkpoint_activations and unit is not runtime.root and any(module.children()):
-                module.__dict__["forward"] = Recomputed(runtime, unit, module)
+            if recompute and unit is not runtime.root and any(module.children()):
+                module.__dict__["forward"] = Recomputed(runtime, unit, module, keeper)
             module.__dict__["compile"] = Compile(runtime, unit, module)
             before, after = BeforeForward(runtime, unit), AfterForward(runtime, unit)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

@@ -55,9 +55,14 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], obje
     return _Rebuild(change, objects, always=False).of(value, _DEPTH)
 
 
-def snapshot(value: Any) -> Any:
-    """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors."""
-    return _Rebuild(lambda tensor: tensor, objects=True, always=True).of(value, _DEPTH)
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def snapshot(value: Any, change: Callable[[torch.Tensor], torch.Tensor] = _same) -> Any:
+    """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors unless
+    they are changed."""
+    return _Rebuild(change, objects=True, always=True).of(value, _DEPTH)
 
 
 class _Rebuild:

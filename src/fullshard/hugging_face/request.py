@@ -39,11 +39,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def check(accelerator: Any) -> None:
     """Refuse unsupported requests, when the accelerator is made."""
     plugin = accelerator.state.fsdp_plugin
-    if plugin.activation_checkpointing_offload:
-        raise NotSupported(
-            "fsdp activation_checkpointing_offload keeps activations in host memory; fullshard does not",
-            "Use activation_checkpointing alone.",
-        )
     if plugin.state_dict_type.name == "LOCAL_STATE_DICT":
         raise NotSupported(
             "fsdp state_dict_type LOCAL_STATE_DICT would save parts that fit this number of ranks only",
@@ -70,7 +65,7 @@ def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         "precision": precision(accelerator),
         "units": units(plugin, model),
         "ignore": ignored(plugin, model),
-        "checkpoint_activations": bool(plugin.activation_checkpointing),
+        "checkpoint_activations": _recompute(plugin),
         "offload": "host" if is_offloaded(plugin.cpu_offload) else None,
     }
     if given(plugin, "param_init_fn") is not None:
@@ -84,6 +79,11 @@ def is_offloaded(requested: Any) -> bool:
     """Whether a CPUOffload (version 1) or an OffloadPolicy (version 2) keeps values in host memory."""
     by_policy = any(kind.__name__ == "CPUOffloadPolicy" for kind in type(requested).__mro__)
     return bool(getattr(requested, "offload_params", by_policy))
+
+
+def _recompute(plugin: Any) -> bool | str:
+    recompute = bool(plugin.activation_checkpointing)
+    return "offload" if recompute and plugin.activation_checkpointing_offload else recompute
 
 
 def given(plugin: Any, name: str) -> Any:

@@ -108,7 +108,8 @@ def _may_be(kind: Any, given: Any) -> bool:
     """Whether a value is of this kind, rather than of another of a union."""
     if dataclasses.is_dataclass(kind):
         return isinstance(given, Mapping)
-    return isinstance(given, str) if _is_path(kind) else type(given) is kind
+    is_text = _is_path(kind) or typing.get_origin(kind) is typing.Literal
+    return isinstance(given, str) if is_text else type(given) is kind
 
 
 def _is_path(kind: Any) -> bool:

@@ -12,7 +12,15 @@ from fullshard.errors import OptionError
 from fullshard.option_table import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
-from fullshard.tools.cli.shared import TRAINING, AsJson, CheckpointActivations, Listing, NodeRanks, Ranks
+from fullshard.tools.cli.shared import (
+    TRAINING,
+    AsJson,
+    CheckpointActivations,
+    Listing,
+    NodeRanks,
+    OffloadActivations,
+    Ranks,
+)
 from fullshard.tools.cli.shared import precision as precision_option
 from fullshard.tools.cli.values import one_of
 
@@ -69,6 +77,7 @@ def _plan(
         ),
     ] = None,
     checkpoint_activations: CheckpointActivations = False,
+    offload_activations: OffloadActivations = False,
     accumulate: Annotated[
         bool,
         typer.Option(
@@ -127,7 +136,7 @@ def _plan(
         strategies=_strategies(strategy, node_ranks),
         precision=precision,
         optimizer=optimizer,
-        recompute=checkpoint_activations,
+        recompute="offload" if offload_activations else checkpoint_activations,
         node_ranks=node_ranks,
         accumulate=accumulate,
         spare=spare / 100,
@@ -221,6 +230,7 @@ def _row(result: Answer, one: Need) -> tuple[str, ...]:
 def _print(result: Answer) -> None:
     question = result.question
     more = ", activations recomputed" if question.recompute else ""
+    more += " from inputs in host memory" if question.recompute == "offload" else ""
     more += ", inside fs.accumulate" if question.accumulate else ""
     if question.adapters is not None:
         more += f", LoRA of rank {question.adapters.rank} on {question.adapters.targets}"
@@ -247,8 +257,8 @@ def _print(result: Answer) -> None:
     table(head, [_row(result, one) for one in result.needs], styles, left=(0, 10))
     print(
         f"\nActivations: {_gib(result.saved_bytes)} saved by the blocks, {_gib(result.loss_bytes)} more for "
-        f"logits, loss and temporaries.\n{_returned(result)}Full values, gradients in flight and activations "
-        "are those of the worst moment. A strategy fits\n"
+        f"logits, loss and temporaries.\n{_in_host(result)}{_returned(result)}"
+        "Full values, gradients in flight and activations are those of the worst moment. A strategy fits\n"
         f"if its peak leaves {question.spare:.0%} of the memory free."
     )
     best = result.best
@@ -259,6 +269,12 @@ def _print(result: Answer) -> None:
         )
     else:
         print("\nNothing fits.\n" + "\n".join(result.advice))
+
+
+def _in_host(result: Answer) -> str:
+    if not result.host_bytes:
+        return ""
+    return f"Inputs of blocks take {_gib(result.host_bytes)} of host memory per rank.\n"
 
 
 def _returned(result: Answer) -> str:
@@ -290,6 +306,7 @@ def _as_json(result: Answer) -> dict[str, Any]:
         "block_activation_bytes": result.saved_bytes,
         "loss_bytes": result.loss_bytes,
         "returned_bytes": result.returned_bytes,
+        "host_bytes": result.host_bytes,
         "strategies": {
             one.strategy: {
                 "fits": result.fits(one),

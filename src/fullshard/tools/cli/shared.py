@@ -22,6 +22,14 @@ NodeRanks = Annotated[
     ),
 ]
 CheckpointActivations = Annotated[bool, switch("checkpoint_activations", TRAINING)]
+OffloadActivations = Annotated[
+    bool,
+    typer.Option(
+        "--offload-activations",
+        help="The same, with the inputs of blocks in host memory until then.",
+        rich_help_panel=TRAINING,
+    ),
+]
 Listing = Annotated[bool, typer.Option("--list", help="List the models that have a name, and exit.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

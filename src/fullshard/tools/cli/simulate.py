@@ -23,6 +23,7 @@ from fullshard.tools.cli.shared import (
     CheckpointActivations,
     Listing,
     NodeRanks,
+    OffloadActivations,
     Ranks,
 )
 from fullshard.tools.cli.shared import (
@@ -121,6 +122,7 @@ def _simulate(
         precision_option(("fp32", "bf16", "fp16", "int8"), "Precision (bf16; on a CPU fp32)."),
     ] = None,
     checkpoint_activations: CheckpointActivations = False,
+    offload_activations: OffloadActivations = False,
     keep_full: Annotated[
         str | None,
         typer.Option(
@@ -193,7 +195,7 @@ def _simulate(
         across=across,
         reduce=reduce,
         precision=precision or default_precision,
-        checkpoint_activations=checkpoint_activations,
+        checkpoint_activations="offload" if offload_activations else checkpoint_activations,
         keep_full=_keep_full(keep_full),
         compiled=compiled,
         warmup=(10 if compiled else 3) if warmup is None else warmup,

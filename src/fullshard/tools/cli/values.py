@@ -39,7 +39,8 @@ def choice(name: str, panel: str) -> Any:
 def switch(name: str, panel: str) -> Any:
     """The typer option for an option of `fs.shard` that is a bool, off by default."""
     flag = f"--{name.replace('_', '-')}"
-    return typer.Option(flag, help=_sentence(TABLE[name].help), rich_help_panel=panel)
+    about = TABLE[name].help.partition(";")[0].removesuffix(".")  # what True does
+    return typer.Option(flag, help=_sentence(f"{about}."), rich_help_panel=panel)
 
 
 def _sentence(text: str) -> str:

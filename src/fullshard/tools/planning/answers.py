@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
+from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.units import find_units
 from fullshard.tools.planning.adapters import Adapters
@@ -30,7 +31,7 @@ class Question:
     strategies: tuple[str, ...] = STRATEGIES
     precision: str = "bf16"
     optimizer: str = "adamw"
-    recompute: bool = False
+    recompute: CheckpointActivations = False
     node_ranks: int | None = None
     accumulate: bool = False
     on_gpu: bool = True
@@ -90,6 +91,7 @@ class Answer:
     saved_bytes: int  # activations of the blocks
     loss_bytes: int  # in addition, for logits and loss
     returned_bytes: int  # of that, what the model returns and its caller keeps
+    host_bytes: int  # inputs of blocks in host memory
     advice: tuple[str, ...]
 
     def fits(self, one: Need) -> bool:
@@ -116,6 +118,7 @@ def answer(subject: Subject, question: Question) -> Answer:
         step.saved_bytes,
         max(0, step.activation_peak_bytes - step.saved_bytes),
         step.trace.returned_bytes,
+        step.trace.host_bytes,
         (),
     )
     return plain if plain.best is not None else replace(plain, advice=tuple(_advice(plain, step)))

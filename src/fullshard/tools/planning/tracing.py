@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
+from fullshard.engine.activations import Buffer, Buffers, DeviceKeeper, HostKeeper, Keeper, checkpointed
 from fullshard.engine.direct import MIN_BYTES
+from fullshard.option_table import CheckpointActivations
 from fullshard.plan.schedule import Call, Phase
 from fullshard.plan.units import Unit
 
@@ -246,20 +247,65 @@ class Trace:
     moments: Sequence[Moment]
     buffer_bytes: int
     returned_bytes: int  # the model's output: still alive during the optimizer's step
+    host_bytes: int  # inputs of blocks that wait in host memory
 
 
-def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: bool) -> Trace:
+class _Host(Buffers):
+    """Host memory that is counted and not allocated, and copies that take no time."""
+
+    alignment = 1
+
+    def __init__(self) -> None:
+        super().__init__(pinned=False)
+        self.buffers: Buffers = self
+        self._used = self.peak = 0
+
+    def take(self, size_bytes: int) -> Buffer:
+        self._used += size_bytes
+        self.peak = max(self.peak, self._used)
+        buffer = Buffer(0, pinned=False)
+        buffer.size_bytes = size_bytes
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        self._used -= buffer.size_bytes
+
+    def down(self, tensor: Tensor, buffer: Buffer) -> None:
+        pass
+
+    def up(self, buffer: Buffer, tensor: Tensor) -> None:
+        pass
+
+    def wait(self, copy: None) -> None:
+        pass
+
+
+class _Recomputed:
+    """`forward` of a block whose activations are computed again in backward."""
+
+    def __init__(self, original: Callable[..., Any], keeper: Keeper) -> None:
+        self._original, self._keeper = original, keeper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._keeper.hold("", args, kwargs)
+        return checkpointed(self._compute, held, torch.empty(0, device="meta"), args, kwargs, False)
+
+    def _compute(self, _first: bool, args: Any, kwargs: Any) -> Any:
+        return self._original(*args, **kwargs)
+
+
+def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: CheckpointActivations) -> Trace:
     """Of a model on meta whose parameters have the compute dtype."""
+    host = _Host()
+    offload = recompute == "offload"
+    keeper: Keeper = HostKeeper(torch.device("meta"), host) if offload else DeviceKeeper()
     meter = Meter(model.parameters(), model.buffers())
     buffer_bytes, direct = meter.live, set().union(*direct_weights(units))
     for index, unit in enumerate(units[1:], start=1):
         watch = _Watch(meter, index, unit)
         for module in unit.modules:
             if recompute and any(module.children()):
-                original = module.forward
-                module.__dict__["forward"] = partial(
-                    checkpoint, original, use_reentrant=False, preserve_rng_state=False
-                )
+                module.__dict__["forward"] = _Recomputed(module.forward, keeper)
             module.register_forward_pre_hook(watch.enter)
             module.register_forward_hook(watch.leave)
     with _kernels(direct), meter:
@@ -270,7 +316,7 @@ def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: bool) ->
         meter.mark("backward", 0)
         returned_bytes = meter.live - buffer_bytes
         del returned
-    return Trace(meter.moments, buffer_bytes, returned_bytes)
+    return Trace(meter.moments, buffer_bytes, returned_bytes, host.peak)
 
 
 class _Watch:

@@ -29,6 +29,7 @@ def title(scenario: Scenario) -> str:
     how = [scenario.strategy, scenario.precision]
     how += ["sharded across nodes too"] if scenario.across == "shard" else []
     how += ["activations computed again"] if scenario.checkpoint_activations else []
+    how += ["from inputs in host memory"] if scenario.checkpoint_activations == "offload" else []
     how += ["compiled"] if scenario.compiled else []
     device = torch.cuda.get_device_name(scenario.device) if scenario.device.type == "cuda" else "this CPU"
     about = f"{scenario.what.about}; {', '.join(how)}"

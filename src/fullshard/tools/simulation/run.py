@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.api import plan, shard
 from fullshard.environment import compute_device, return_memory_to_system
 from fullshard.errors import FullshardError, OptionError
+from fullshard.option_table import CheckpointActivations
 from fullshard.options import parse
 from fullshard.plan.plan import Plan
 from fullshard.precision import PRESETS, Precision
@@ -42,7 +43,7 @@ class Scenario:
     across: str = "replicate"
     reduce: str = "auto"
     precision: str = "bf16"
-    checkpoint_activations: bool = False
+    checkpoint_activations: CheckpointActivations = False
     keep_full: int | str | None = None
     merge_units: int | None = None
     compiled: bool = False
@@ -165,7 +166,7 @@ def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
         strategy=strategy,
         compute=precision.compute,
         reduce=rivals.reduce_dtype(precision),
-        checkpoint_activations=scenario.checkpoint_activations,
+        checkpoint_activations=bool(scenario.checkpoint_activations),
         compiled=scenario.compiled,
     )
     rivals.materialize(model, scenario.what, scenario.device)
