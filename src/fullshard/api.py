@@ -89,6 +89,13 @@ def shard(
     return shard_with(NO_INTEGRATION, model, **given)
 
 
+def _move_rest(model: nn.Module, runtime: Runtime, device: torch.device) -> None:
+    """State of modules that is neither parameter nor buffer, such as a metric's sums. Shards are in place."""
+    at_rest = {id(p) for lane in runtime.lanes for p in lane.parameters}
+    apply: Callable[..., Any] = model._apply
+    apply(lambda tensor: tensor if id(tensor) in at_rest else tensor.to(device))
+
+
 def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **given: Any) -> M:
     """`shard` for an integration, with its policies. `given` are options of `shard`."""
     control.start()
@@ -113,9 +120,9 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
     if tp_ranks is not None:
         comm.join(control.World(comm, tp_ranks))
     _agree_on_model(comm, model, request.units, options)
-    build(model, request.units, comm, options)
+    runtime = build(model, request.units, comm, options)
     if request.moves:
-        model.to(device)  # state of modules that is neither parameter nor buffer, such as a metric's sums
+        _move_rest(model, runtime, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # it held the unsharded model until now
     return model

@@ -15,6 +15,7 @@ from torch import nn
 from fullshard import environment, integrations
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.engine import hooks, optimizers
+from fullshard.engine.away_gradients import watch_clipping
 from fullshard.engine.home import HomeChoice
 from fullshard.engine.lane import Lane
 from fullshard.engine.model_device import show_compute_device
@@ -64,7 +65,7 @@ def build(model: nn.Module, units: Sequence[Unit], comm: Comm, options: Options)
             live.append(_live(index, unit, planned, lanes, comm))
             _show_sharded(lanes, undo, materializer)
         _fill_rest(model, materializer, comm)
-        _move_rest(model, comm.device, undo)
+        _move_rest(model, [p for unit in live for lane in unit.lanes for p in lane.parameters], comm, undo)
         for buffer in map(tensor_parallel.local_of, model.buffers()):
             comm.broadcast_in_tp_group([buffer])
             comm.broadcast(buffer)
@@ -118,6 +119,7 @@ def _homes(plan: Plan, device: torch.device, options: Options) -> HomeChoice:
     offload, resting = options.offload, plan.resting
     if offload is None or resting is None:
         return HomeChoice(None, device, None)
+    watch_clipping()
     return HomeChoice(resting.homes, device, None if offload.disk is None else Path(offload.disk))
 
 
@@ -137,8 +139,11 @@ def _fill_rest(model: nn.Module, materializer: Materializer, comm: Comm) -> None
     _together(comm, materializer, list(model.modules()))
 
 
-def _move_rest(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
-    """Move buffers and ignored parameters to the device of the shards."""
+def _move_rest(
+    model: nn.Module, sharded: Sequence[nn.Parameter], comm: Comm, undo: list[Callable[[], None]]
+) -> None:
+    """Move buffers and ignored parameters to the device that computes."""
+    at_rest, device = set(map(id, sharded)), comm.device
     moved: dict[int, torch.Tensor] = {}  # a buffer that several modules share stays shared
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -146,7 +151,7 @@ def _move_rest(model: nn.Module, device: torch.device, undo: list[Callable[[], N
                 undo.append(partial(operator.setitem, module._buffers, name, buffer))
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
     for parameter in model.parameters():
-        if parameter.device != device:
+        if parameter.device != device and id(parameter) not in at_rest:
             undo.append(partial(setattr, parameter, "data", parameter.data))
             parameter.data = parameter.data.to(device)
 

@@ -37,7 +37,7 @@ class Offload:
     host: int | str | None = None
     disk: str | os.PathLike[str] | None = None
     kinds: tuple[str, ...] = KINDS
-    chunk: int = 32 * 2**20
+    chunk: int = 4 * 2**20
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):
@@ -63,7 +63,7 @@ def _bytes(name: str, value: Any) -> int:
 
 PRESETS = {
     "host": Offload(),
-    "optimizer": Offload(kinds=("master", "gradients", "state")),
+    "optimizer": Offload(kinds=("master", "state")),
     "auto": Offload(device="auto", host="auto"),
 }
 

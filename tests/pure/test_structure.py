@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "fullshard"
 
 BASE = {
     "byte_sizes",
+    "host_memory",
     "crc",
     "errors",
     "version",

@@ -3,59 +3,148 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
 from fullshard.comm.groups import Comm
+from fullshard.engine.away_gradients import AwayGradient, Factor
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, Holder
 from fullshard.engine.home import Home
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.transfers import Mark
 from fullshard.plan.layout import Layout, Piece, shard_shape
 
 
 class LaneGradients:
-    """Gradients of one lane at rest, in the dtype of its shard. A replicated lane has every interval."""
+    """Gradients of one lane at rest, in the dtype of its shard. A replicated lane has every interval.
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, comm: Comm, home: Home, replicated: bool) -> None:
+    `away_from`: the device of the parameters, where these gradients rest elsewhere; see `away_gradients`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        comm: Comm,
+        home: Home,
+        replicated: bool,
+        away_from: torch.device | None,
+    ) -> None:
         self._layout, self._comm, self._replicated, self.home = layout, comm, replicated, home
+        self._away_from = away_from
         self.flat = home.zeros(layout.total if replicated else layout.interval, dtype)
         self.own = self.flat.view(comm.ranks, -1)[comm.rank] if replicated else self.flat
         self.holder = Holder()
-        self.views = [self._view(piece) for piece in layout.pieces]
+        self._norms: list[torch.Tensor] | None = None  # of views, where these have left the device
+        self._factors: dict[int, list[Factor]] = {}  # to be multiplied in, by index, the oldest first
+        self.landed: Mark | None = None  # values are at rest
+        self.views = [self._view(index, piece) for index, piece in enumerate(layout.pieces)]
         self.live = False  # holds a sum that the next reduce is added to
         self.was_live = False  # did so when this backward began
         self._storage = self.flat.untyped_storage()
         self._own_uses = self._storage_uses()
         self._own_refs = max(map(sys.getrefcount, self.views), default=0)
 
-    def _view(self, piece: Piece) -> GradShard:
+    def _view(self, index: int, piece: Piece) -> GradShard:
         comm = self._comm
         start, stop = self._layout.in_shard(piece, comm.rank)
         part = self.own[start:stop]
         region = piece.region
         answers = region is None or region.first
         if self._replicated:
-            cut = Cut.of(piece, (0, piece.num_elements))
-            view = GradShard.make(piece_view(self.flat, piece), comm, part, self.holder, answers, cut)
+            view = self._made(index, piece_view(self.flat, piece), part, answers, (0, piece.num_elements))
             view.replicated = region is None or not region.is_cut
             view.answers = answers and comm.rank == 0
             return view
-        local = part.view(shard_shape(piece.shape, stop - start))
-        cut = Cut.of_rank(self._layout, piece, comm.rank)
-        return GradShard.make(local, comm, None, self.holder, answers, cut)
+        return self._made(index, part.view(shard_shape(piece.shape, stop - start)), None, answers, None)
+
+    def _made(
+        self, index: int, values: torch.Tensor, part: torch.Tensor | None, answers: bool, held: Any
+    ) -> GradShard:
+        layout, comm = self._layout, self._comm
+        piece = layout.pieces[index]
+        cut = Cut.of_rank(layout, piece, comm.rank) if held is None else Cut.of(piece, held)
+        if self._away_from is not None:
+            device = self._away_from
+            return AwayGradient.of(self, index, values, device, comm, part, self.holder, answers, cut)
+        return GradShard.make(values, comm, part, self.holder, answers, cut)
+
+    # ---- a sum that lands here
 
     def staged(self) -> torch.Tensor:
         """This rank's interval on the compute device; its values only if a sum is added to them."""
         if self.home.kind == "device":
             return self.own
         if self.live:
-            return self.home.stage(self.own)
+            self._apply_factors()
+            return self.home.stage(self.own, self.landed)
         return torch.empty_like(self.own, device=self.home.compute_device)
 
     def put_back(self, staged: torch.Tensor) -> None:
-        if staged is not self.own:
-            self.home.put_back(self.own, staged)
+        if staged is self.own:
+            return
+        self._factors.clear()
+        self._norms = self._norms_of(staged)
+        self.landed = self.home.land(self.own, staged)
+
+    def staged_flat(self) -> torch.Tensor:
+        """Every interval of a replicated lane, on the compute device."""
+        return self.home.stage(self.flat, self.landed)
+
+    def put_back_flat(self, staged: torch.Tensor) -> None:
+        if staged is not self.flat:
+            self.landed = self.home.land(self.flat, staged)
+
+    def _norms_of(self, staged: torch.Tensor) -> list[torch.Tensor] | None:
+        if self._away_from is None or self.home.kind == "device":
+            return None
+        ranges = [self._layout.in_shard(piece, self._comm.rank) for piece in self._layout.pieces]
+        parts = [
+            staged[start:stop] if piece.region is None or piece.region.first else staged[:0]
+            for piece, (start, stop) in zip(self._layout.pieces, ranges, strict=True)
+        ]
+        filled = [part for part in parts if part.numel()]
+        norms = iter(torch._foreach_norm(filled) if filled else ())
+        return [next(norms) if part.numel() else part.new_zeros(()) for part in parts]
+
+    # ---- what AwayGradients ask
+
+    def settle(self) -> None:
+        if self.landed is not None:
+            self.landed.synchronize()
+            self.landed = None
+        self._apply_factors()
+
+    def postpone_factor(self, index: int, factor: Factor) -> bool:
+        if self.home.kind == "device":
+            return False
+        self._norms = None
+        self._factors.setdefault(index, []).append(factor)
+        return True
+
+    def _apply_factors(self) -> None:
+        if not self._factors:
+            return
+        if self.landed is not None:
+            self.landed.synchronize()
+        factors, self._factors = self._factors, {}
+        for index, values in factors.items():
+            view = self.views[index]
+            assert isinstance(view, AwayGradient)
+            for factor in values:
+                view.values_at_rest.mul_(factor.cpu() if isinstance(factor, torch.Tensor) else factor)
+
+    def factors(self, index: int) -> list[Factor]:
+        """By which values that are fetched from here have to be multiplied."""
+        return self._factors.get(index, [])
+
+    def known_norm(self, index: int) -> torch.Tensor | None:
+        return None if self._norms is None else self._norms[index]
+
+    def written(self) -> None:
+        self._norms = None
 
     def _storage_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))

@@ -17,6 +17,8 @@ from typing import Literal, Protocol
 import torch
 
 from fullshard.engine.disk import DiskFolder, DiskValue
+from fullshard.engine.transfers import Mark, Transfers
+from fullshard.host_memory import page_locked
 from fullshard.plan.homes import LaneHomes, Place
 
 Kind = Literal["device", "host", "disk"]
@@ -30,15 +32,19 @@ class Home(Protocol):
         """Memory in this home."""
         ...
 
-    def stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Values that rest here, on the compute device, for reading."""
+    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
+        """Values that rest here, on the compute device, for reading; not read before `after` is reached."""
+        ...
+
+    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        """Begin to write what lies on the compute device into values that rest here: over at the mark."""
         ...
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
-        """Write what lies on the compute device into values that rest here."""
+        """The same, and over when this returns."""
         ...
 
-    # A step works on ranges of values. What it stores counts from `commit` on.
+    # A step works on ranges of values. Its streams order what these begin.
 
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         """Copy elements from `start` on to the compute device."""
@@ -49,20 +55,7 @@ class Home(Protocol):
         ...
 
 
-class _Memory:
-    """Values are in memory: what a step stores is there at once."""
-
-    def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
-        values.copy_(staged)
-
-    def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        staged.copy_(values.detach()[start : start + len(staged)], non_blocking=True)
-
-    def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        values.data[start : start + len(staged)].copy_(staged)
-
-
-class DeviceHome(_Memory):
+class DeviceHome:
     """Values rest on the device that computes: staging costs nothing."""
 
     kind: Kind = "device"
@@ -73,23 +66,63 @@ class DeviceHome(_Memory):
     def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(num_elements, dtype=dtype, device=self.compute_device)
 
-    def stage(self, values: torch.Tensor) -> torch.Tensor:
+    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
         return values
 
+    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        values.copy_(staged)
+        return Mark(None)
 
-class HostHome(_Memory):
+    def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
+        values.copy_(staged)
+
+    def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        staged.copy_(values[start : start + len(staged)])
+
+    def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        values[start : start + len(staged)].copy_(staged)
+
+
+class HostHome:
     """Values rest in host memory. What is staged is a copy, on ranks that compute on the host too."""
 
     kind: Kind = "host"
 
-    def __init__(self, compute_device: torch.device) -> None:
-        self.compute_device = compute_device
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers, self.compute_device = transfers, transfers.device
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(num_elements, dtype=dtype, pin_memory=self.compute_device.type == "cuda")
+        if self.compute_device.type == "cpu":
+            return torch.zeros(num_elements, dtype=dtype)
+        return page_locked(num_elements * dtype.itemsize).view(dtype)
 
-    def stage(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(values, device=self.compute_device).copy_(values, non_blocking=True)
+    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
+        staged = torch.empty_like(values, device=self.compute_device)
+        self.bring(values, staged, after).wait()
+        return staged
+
+    def bring(self, values: torch.Tensor, place: torch.Tensor, after: Mark | None = None) -> Mark:
+        """Begin to copy to the compute device: over at the mark."""
+        with self.transfers.up(self.transfers.now(), after):
+            place.copy_(values, non_blocking=True)
+            return self.transfers.mark_up()
+
+    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        with self.transfers.down(self.transfers.now()):
+            values.copy_(staged, non_blocking=True)
+            mark = self.transfers.mark_down()
+        self.transfers.hold(staged, mark)
+        return mark
+
+    def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
+        self.transfers.synchronize()  # what is on its way may still be read from here
+        values.copy_(staged)
+
+    def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        staged.copy_(values.detach()[start : start + len(staged)], non_blocking=True)
+
+    def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        values.data[start : start + len(staged)].copy_(staged, non_blocking=True)
 
 
 class DiskHome:
@@ -97,8 +130,8 @@ class DiskHome:
 
     kind: Kind = "disk"
 
-    def __init__(self, compute_device: torch.device, parent: Path) -> None:
-        self.compute_device = compute_device
+    def __init__(self, transfers: Transfers, parent: Path) -> None:
+        self.transfers, self.compute_device = transfers, transfers.device
         self._folder = DiskFolder(parent)
         self._values: weakref.WeakValueDictionary[int, DiskValue] = weakref.WeakValueDictionary()
         self._buffer = bytearray()
@@ -110,11 +143,15 @@ class DiskHome:
             self._values[value.address] = value
         return tensor
 
-    def stage(self, values: torch.Tensor) -> torch.Tensor:
+    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
         staged = torch.empty_like(values, device=self.compute_device)
         if values.numel():
             self.fetch(values, 0, staged)
         return staged
+
+    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        values.copy_(staged)
+        return Mark(None)
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
@@ -187,6 +224,12 @@ class Homes:
         """Whether an optimizer needs values that are not on the compute device."""
         return any(home.kind != "device" for home in (self.master, self.gradients, self.state))
 
+    @property
+    def transfers(self) -> Transfers:
+        """By which values come to the compute device, where any rests elsewhere."""
+        homes = (self.master, self.compute, self.gradients, self.state)
+        return next(home.transfers for home in homes if isinstance(home, HostHome | DiskHome))
+
 
 class HomeChoice:
     """The homes of a model's lanes, as `plan.homes` chose them."""
@@ -194,10 +237,13 @@ class HomeChoice:
     def __init__(self, places: Iterable[LaneHomes] | None, device: torch.device, disk: Path | None) -> None:
         self._device = device
         self._places = None if places is None else iter(places)
-        self._homes: dict[Place, Home] = {"device": DeviceHome(device), "host": HostHome(device)}
+        self._homes: dict[Place, Home] = {"device": DeviceHome(device)}
         self.has_disk = disk is not None
-        if disk is not None:
-            self._homes["disk"] = DiskHome(device, disk)
+        if self._places is not None:
+            transfers = Transfers(device)
+            self._homes["host"] = HostHome(transfers)
+            if disk is not None:
+                self._homes["disk"] = DiskHome(transfers, disk)
 
     def next(self) -> Homes:
         """Those of the next lane."""

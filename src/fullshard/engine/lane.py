@@ -49,8 +49,9 @@ from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
 from fullshard.engine.gradient_shard import LaneGradients
-from fullshard.engine.home import DiskHome, Home, Homes
+from fullshard.engine.home import DiskHome, Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.transfers import Mark
 from fullshard.engine.wire import Wire, parameter_wire
 from fullshard.engine.writes import Writes, set_data
 from fullshard.errors import StateError, unit_label
@@ -106,7 +107,7 @@ class Lane:
         self.compute_shard = ComputeShard(self) if beside else None
         if not self.permanent:
             self._storage.resize_(0)
-        self.operation: Operation | None = None  # the gather in flight
+        self.operation: Operation | Mark | None = None  # the gather in flight
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
@@ -138,8 +139,14 @@ class Lane:
 
     def make_gradients(self) -> LaneGradients:
         """A new gradient shard, of zeros."""
-        home = self.homes.gradients
-        self.gradients = LaneGradients(self.layout, self.dtypes.rest, self.comm, home, self.replicated)
+        self.gradients = LaneGradients(
+            self.layout,
+            self.dtypes.rest,
+            self.comm,
+            self.homes.gradients,
+            self.replicated,
+            self.rest.device if {self.home.kind, self.homes.gradients.kind} != {"device"} else None,
+        )
         self._show(self.gradients.views)
         return self.gradients
 
@@ -166,16 +173,42 @@ class Lane:
             self.operation = self._receive.gather(tag, again)
             return
         self._allocate()
-        if self.replicated or self.unsharded is not None:
-            self.full.copy_(self._sent() if self.unsharded is None else self.unsharded)
+        if self.unsharded is not None:
+            self.full.copy_(self.unsharded)
             return
         if self._node_share is not None and self._node_share.is_kept(again):
             self.operation = self._node_share.gather(self._full_as_bytes, tag)
             return
-        self.own.copy_(self._sent())
-        self.operation = self.comm.gather(self._full_as_bytes, self._own_as_bytes, tag)
+        self._bring(self.full if self.replicated else self.own, tag)
         if self._node_share is not None:
             self._node_share.crossed(again)
+
+    def _bring(self, place: torch.Tensor, tag: OpTag) -> None:
+        """What rests goes into `place`, and from there to the other ranks. From the host it comes beside
+        computing, and the collective follows it on the same stream."""
+        home, values = self._on_host()
+        if values is None:
+            place.copy_(self._sent())
+            self.operation = self._gather_own(tag)
+            return
+        assert isinstance(home, HostHome)
+        transfers = home.transfers
+        with transfers.up(transfers.now()):
+            place.copy_(values, non_blocking=True)
+            self.operation = self._gather_own(tag) or transfers.mark_up()
+
+    def _gather_own(self, tag: OpTag) -> Operation | None:
+        if self.replicated:
+            return None
+        return self.comm.gather(self._full_as_bytes, self._own_as_bytes, tag)
+
+    def _on_host(self) -> tuple[Home, torch.Tensor | None]:
+        """What a gather sends, if it rests on the host in the dtype of compute."""
+        shard = self.compute_shard
+        if shard is not None:
+            return shard.home, shard.values if shard.is_current and shard.home.kind == "host" else None
+        usable = self.home.kind == "host" and self.dtypes.rest == self.dtypes.compute
+        return self.home, self.rest if usable else None
 
     def follow_edits(self) -> None:
         """What is derived from a master that rests elsewhere is derived anew if user code wrote it."""
@@ -422,22 +455,18 @@ class ComputeShard:
     """
 
     def __init__(self, lane: Lane) -> None:
-        self._lane, self._home = lane, lane.homes.compute
-        self._values = self._home.zeros(len(lane.rest), lane.dtypes.compute)
+        self._lane, self.home = lane, lane.homes.compute
+        self.values = self.home.zeros(len(lane.rest), lane.dtypes.compute)
         self.is_current = False
 
     def staged(self) -> torch.Tensor:
         if self.is_current:
-            return self._home.stage(self._values)
+            return self.home.stage(self.values)
         lane = self._lane
         cast = lane.home.stage(lane.rest).to(lane.dtypes.compute)
-        self._home.put_back(self._values, cast)
+        self.home.put_back(self.values, cast)
         self.is_current = True
         return cast
-
-    def store(self, start: int, master: torch.Tensor) -> None:
-        """Elements from `start` on of a master that an optimizer's step has on the compute device."""
-        self._home.store(self._values, start, master.to(self._values.dtype))
 
 
 class NodeShare:

@@ -14,6 +14,7 @@ from torch.utils import _device
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import gradients
+from fullshard.engine.away_gradients import AwayGradient
 from fullshard.engine.cuts import Cut, is_everything
 from fullshard.engine.gradients import (
     HANDLERS,
@@ -139,21 +140,33 @@ def _order(value: Any) -> float:
 
 
 def _local_norms(shards: Sequence[GradShard], order: float, dtype: torch.dtype | None) -> list[PartialNorm]:
-    parts = [g.part for g in shards]
-    filled = [i for i, part in enumerate(parts) if part.numel()]
     values: dict[int, torch.Tensor] = {}
-    if filled:
-        norms = torch._foreach_norm([parts[i] for i in filled], order, dtype=dtype)
-        values = dict(zip(filled, norms, strict=True))
-    return [
-        PartialNorm.make(
-            values[i] if i in values else torch.zeros((), dtype=dtype or _real(g.dtype), device=g.device),
-            g.comm,
-            order,
-            g.total,
-        )
-        for i, g in enumerate(shards)
-    ]
+    near: dict[int, torch.Tensor] = {}
+    for i, g in enumerate(shards):
+        if isinstance(g, AwayGradient):  # one after the other: they may not fit on the device together
+            values[i] = _norm_of_away(g, order, dtype)
+        elif g.part.numel():
+            near[i] = g.part
+        else:
+            values[i] = torch.zeros((), dtype=dtype or _real(g.dtype), device=g.device)
+    if near:
+        values |= zip(near, torch._foreach_norm(list(near.values()), order, dtype=dtype), strict=True)
+    return [PartialNorm.make(values[i], g.comm, order, g.total) for i, g in enumerate(shards)]
+
+
+def _norm_of_away(shard: AwayGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    known = shard.known_norm if order == 2.0 and dtype is None else None
+    if known is not None:
+        return known
+    part = shard.part
+    if not part.numel():
+        return torch.zeros((), dtype=dtype or _real(part.dtype), device=part.device)
+    return torch._foreach_norm([part], order, dtype=dtype)[0]
+
+
+def _device_of(shard: torch.Tensor) -> torch.device:
+    with plainly():
+        return shard.comm.device if isinstance(shard, AwayGradient) else shard.device
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
@@ -414,6 +427,7 @@ def _is_local(args: Any, kwargs: Any) -> bool:
 
 
 HANDLERS |= {
+    torch.Tensor.device.__get__: lambda _, args, __: _device_of(*args),
     torch.Tensor.is_sparse.__get__: _never,  # type: ignore[attr-defined]  # optimizers read it often
     torch.norm: _norm_call,
     torch.Tensor.norm: _norm_call,

@@ -364,14 +364,13 @@ class Reduction:
         for reduction in reductions:
             lane, gradients = reduction.lane, reduction.lane.gradients
             assert gradients is not None
-            flat = gradients.home.stage(gradients.flat)
+            flat = gradients.staged_flat()
             own = flat.view(self._comm.ranks, -1)[self._comm.rank]
             in_flight.append((gradients, flat, self._comm.regather_gradients(flat, own, self._tag(lane))))
         for gradients, flat, operation in in_flight:
             if operation is not None:
                 operation.wait()
-            if flat is not gradients.flat:
-                gradients.home.put_back(gradients.flat, flat)
+            gradients.put_back_flat(flat)
 
     def finish_penalties(self) -> None:
         """The backward of a penalty alone is over."""
@@ -390,7 +389,7 @@ class Reduction:
         by_lane = {id(r.lane): r for unit in self._units for r in unit}
         for factor, (_, terms) in zip(self._comm.mean_everywhere(factors), self.penalties, strict=True):
             for lane, index, gradient in terms:
-                by_lane[id(lane)].add_penalty(index, gradient * factor.to(gradient.dtype))
+                by_lane[id(lane)].add_penalty(index, gradient * factor.to(gradient))
         self._penalised = [r for r in by_lane.values() if r.penalties]
         self.penalties.clear()
 

@@ -122,7 +122,7 @@ class LaneReduction:
         assert gradients is not None
         with plainly():
             for index, gradient in self.penalties.items():
-                gradients.views[index].add_(gradient)
+                gradients.views[index].add_(gradient.to(gradients.flat.device))
         self.penalties.clear()
 
     def assign_penalties(self) -> None:
@@ -239,6 +239,7 @@ def check_repeated(comm: Comm, reductions: Sequence[LaneReduction]) -> None:
     for reduction in reductions:
         layout, gradients = reduction.lane.layout, reduction.lane.gradients
         assert gradients is not None
+        gradients.settle()
         for piece in layout.pieces:
             if piece.region is not None and not piece.region.is_cut:
                 start, stop = layout.in_shard(piece, comm.rank)

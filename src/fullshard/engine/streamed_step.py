@@ -1,22 +1,25 @@
 """An optimizer's step over values that do not rest on the compute device.
 
 The user's own `step` runs once per chunk, a range of a lane's shard. For its time the parameters of the
-chunk, their gradients and their states are copies on the compute device, and no other parameter has a
-gradient, so that the optimizer skips it. An element-wise step is the same for any cut: this one is exact, bit
-by bit.
+chunk, their gradients and their states are on the compute device, and no other parameter has a gradient, so
+that the optimizer skips it. An element-wise step is the same for any cut: this one is exact, bit by bit.
 
-    fetch      master, gradients, states: home -> slab
-    step       the optimizer's own code, on the compute device
-    store      master, states: slab -> home
+    fetch      master, gradients, states: home -> slab        on the stream to the device
+    step       the optimizer's own code                       on the compute stream
+    store      master, compute shard, states: slab -> home    on the stream to the host
+
+Slabs are allocated once, SLAB_SETS of each kind: while one chunk steps, the next is fetched and the last is
+stored. What rests on the compute device is used where it is.
 
 Numbers that an optimizer counts per call, in a parameter's state, in a group or in itself, are set back
-before each chunk, so that a step counts once. Slabs are allocated once, for chunks of a fixed size.
-State that is not one value per element stays where the optimizer made it.
+before each chunk, so that a step counts once. State that is not one value per element stays where the
+optimizer made it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +29,12 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.engine.gradients import plainly
-from fullshard.engine.home import DiskHome
+from fullshard.engine.home import DiskHome, Home
 from fullshard.engine.lane import Lane
+from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
+from fullshard.plan.homes import SLAB_SETS
 from fullshard.plan.layout import shard_shape
 
 ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
@@ -71,9 +76,8 @@ class Span:
     def at_rest(self, key: _Key, index: int) -> torch.Tensor:
         """One parameter's state, shaped as its shard is."""
         view = self.lane.shard_views[index]
-        return self.state(key).as_strided(
-            view.shape, view.stride(), range_of(self.lane, index)[0] - self.start
-        )
+        start, stop = (place - self.start for place in range_of(self.lane, index))
+        return self.state(key)[start:stop].as_strided(view.shape, view.stride())
 
 
 @dataclass(frozen=True)
@@ -156,10 +160,14 @@ class StreamedStep:
         self._in_memory = [c for c in self._chunks if c not in self._on_disk]
         homes = [home for lane in self._lanes for home in (lane.home, lane.homes.state)]
         self._disk = list({id(home): home for home in homes if isinstance(home, DiskHome)}.values())
-        self._slabs: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._transfers = self._lanes[0].homes.transfers if self._lanes else Transfers(torch.device("cpu"))
+        size = max((c.stop - c.start for c in self._chunks), default=0)
+        self._slabs = [_Slabs(size, self._transfers) for _ in range(SLAB_SETS)]
+        self._next_slabs = 0
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, _State] = {}
         self._counted: _Numbers | None = None
+        self._numbers_on_device = False
         self._num_states = 0
 
     @property
@@ -174,6 +182,8 @@ class StreamedStep:
         if not self._hidden:
             return
         before = _Numbers(self._optimizer)
+        groups = self._optimizer.param_groups
+        self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         others = [(p, p.grad) for p in held if p.grad is not None and p not in self._hidden]
         for parameter in held:
@@ -194,10 +204,19 @@ class StreamedStep:
         before.restore()
 
     def _run(self, chunks: Sequence[Chunk], before: _Numbers, step: Callable[[], Any]) -> None:
+        """Fetches run ahead of steps by all slab sets but one."""
+        fetched: deque[_Staged] = deque()
         for chunk in chunks:
-            if any(chunk.span.lane.parameters[part.index] in self._hidden for part in chunk.parts):
-                before.restore()
-                self._step(chunk, step)
+            parameters = chunk.span.lane.parameters
+            shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
+            if not shown:
+                continue
+            if len(fetched) == SLAB_SETS - 1:
+                self._finish_chunk(fetched.popleft(), before, step)
+            fetched.append(self._fetch(chunk, shown))
+        while fetched:
+            self._finish_chunk(fetched.popleft(), before, step)
+        self._transfers.synchronize()  # the host may read what rests there
 
     def _run_on_disk(self, before: _Numbers, step: Callable[[], Any]) -> None:
         """All of it, on all ranks, or nothing."""
@@ -247,88 +266,193 @@ class StreamedStep:
             states.update([(p, states.pop(p)) for p in held])
             self._num_states = len(states)
 
-    def _step(self, chunk: Chunk, step: Callable[[], Any]) -> None:
-        lane = chunk.span.lane
-        shown = [part for part in chunk.parts if lane.parameters[part.index] in self._hidden]
+    # ---- one chunk
+
+    def _fetch(self, chunk: Chunk, shown: list[Part]) -> _Staged:
+        lane, span = chunk.span.lane, chunk.span
         for part in shown:
             if part.is_first:
                 parameter = lane.parameters[part.index]
-                self._states[parameter] = _State(self._optimizer, chunk.span, part.index, parameter)
-        master = self._slab(chunk, ".master", lane.rest.dtype)
-        lane.home.fetch(lane.rest, chunk.start, master)
-        gradients = self._fetch_gradients(chunk, shown)
-        staged = {key: self._fetch_state(chunk, key) for key in chunk.span.states}
+                state = _State(self._optimizer, span, part.index, parameter)
+                if self._numbers_on_device:
+                    state.move_numbers(self._transfers.device)
+                self._states[parameter] = state
+        slabs = self._slabs[self._next_slabs]
+        self._next_slabs = (self._next_slabs + 1) % SLAB_SETS
+        staged = _Staged(chunk, shown, slabs)
+        gradients = lane.gradients
+        landed = None if gradients is None else gradients.landed
+        master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
+        states = {key: staged.place_of_state(key) for key in span.states}
+        given = None
+        if gradients is not None:
+            given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
+        with self._transfers.up(slabs.free, landed):
+            master.fetch()
+            for place in states.values():
+                place.fetch()
+            if given is not None:
+                given.fetch()
+            staged.fetched = self._transfers.mark_up()
+        staged.master, staged.states, staged.gradients = master, states, given
+        return staged
+
+    def _finish_chunk(self, staged: _Staged, before: _Numbers, step: Callable[[], Any]) -> None:
+        before.restore()
+        staged.fetched.wait()
+        self._step(staged, step)
+        self._store(staged)
+        lane = staged.chunk.span.lane
+        for part in staged.shown:
+            if part.is_last:
+                self._states[lane.parameters[part.index]].rest()
+
+    def _step(self, staged: _Staged, step: Callable[[], Any]) -> None:
+        chunk, shown = staged.chunk, staged.shown
+        lane = chunk.span.lane
+        gradients = self._gradients(staged)
         try:
             for part in shown:
                 parameter, own = lane.parameters[part.index], chunk.within(part)
-                set_data(parameter, _shaped(master[own], lane, part))
+                set_data(parameter, _shaped(staged.master.values[own], lane, part))
                 parameter.grad = _shaped(gradients[own], lane, part)
-                states = {key: _shaped(slab[own], lane, part) for key, slab in staged.items()}
+                states = {k: _shaped(place.values[own], lane, part) for k, place in staged.states.items()}
                 self._states[parameter].show(states)
             step()
             for part in shown:
-                self._take_states(chunk, part, staged)
+                self._take_states(staged, part)
         finally:
             for part in shown:
                 parameter = lane.parameters[part.index]
                 parameter.grad = None
                 set_data(parameter, lane.shard_views[part.index])
-        lane.home.store(lane.rest, chunk.start, master)
-        if lane.compute_shard is not None:
-            lane.compute_shard.store(chunk.start, master)
-        for key, slab in staged.items():
-            lane.homes.state.store(chunk.span.states[key], chunk.start - chunk.span.start, slab)
-        for part in shown:
-            if part.is_last:
-                self._states[lane.parameters[part.index]].rest()
 
-    def _take_states(self, chunk: Chunk, part: Part, staged: dict[_Key, torch.Tensor]) -> None:
-        """What the step has made or replaced for one parameter goes into the slabs."""
-        lane, state = chunk.span.lane, self._states[chunk.span.lane.parameters[part.index]]
-        for key, value in state.take(part).items():
-            if key not in staged:
+    def _store(self, staged: _Staged) -> None:
+        chunk, lane = staged.chunk, staged.chunk.span.lane
+        places = [staged.master, *staged.states.values()]
+        shard = lane.compute_shard
+        if shard is not None:
+            cast = staged.slabs.place(chunk, ".compute", shard.home, shard.values, chunk.start)
+            cast.values.copy_(staged.master.values)
+            places.append(cast)
+        with self._transfers.down(self._transfers.now()):
+            for place in places:
+                place.store()
+            staged.slabs.free = self._transfers.mark_down()
+
+    def _take_states(self, staged: _Staged, part: Part) -> None:
+        """What the step has made or replaced for one parameter goes into its place."""
+        chunk, lane = staged.chunk, staged.chunk.span.lane
+        for key, value in self._states[lane.parameters[part.index]].take(part).items():
+            if key not in staged.states:  # the first step makes it
                 chunk.span.state(key)
-                staged[key] = self._fetch_state(chunk, key)
-            place = _shaped(staged[key][chunk.within(part)], lane, part)
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
+                staged.states[key] = place = staged.place_of_state(key)
+                with self._transfers.up(self._transfers.now()):
+                    place.fetch()
+                    fetched = self._transfers.mark_up()
+                fetched.wait()
+            shaped = _shaped(staged.states[key].values[chunk.within(part)], lane, part)
+            if shaped.data_ptr() != value.data_ptr():
+                shaped.copy_(value)
 
-    def _fetch_state(self, chunk: Chunk, key: _Key) -> torch.Tensor:
-        slab = self._slab(chunk, *key)
-        chunk.span.lane.homes.state.fetch(chunk.span.states[key], chunk.start - chunk.span.start, slab)
+    def _gradients(self, staged: _Staged) -> torch.Tensor:
+        """On the compute device, with the factors that clipping has left, and what user code has set."""
+        chunk, lane = staged.chunk, staged.chunk.span.lane
+        own, given = lane.gradients, staged.gradients
+        if given is not None and own is not None:
+            values = given.values
+            foreign = [
+                p for p in staged.shown if self._hidden[lane.parameters[p.index]] is not own.views[p.index]
+            ]
+            for part in staged.shown:
+                for factor in own.factors(part.index):
+                    values[chunk.within(part)].mul_(factor)
+            if not foreign:
+                return values
+        else:
+            foreign = staged.shown
+        slab = staged.slabs.slab(chunk, ".given", lane.rest.dtype)
+        if given is not None:
+            slab.copy_(given.values)
+        for part in foreign:
+            self._take_given(slab[chunk.within(part)], lane, part)
         return slab
 
-    def _slab(self, chunk: Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    def _take_given(self, place: torch.Tensor, lane: Lane, part: Part) -> None:
+        """A gradient that user code has set."""
+        with plainly():
+            given = self._hidden[lane.parameters[part.index]].detach()
+            if part.is_all:
+                _shaped(place, lane, part).copy_(given)
+                return
+            start, _ = range_of(lane, part.index)
+            flat = (
+                torch.empty_like(lane.shard_views[part.index]).copy_(given).as_strided((given.numel(),), (1,))
+            )
+            place.copy_(flat[part.start - start : part.stop - start])
+
+
+@dataclass
+class _Place:
+    """Where a step has the values of one kind of a chunk."""
+
+    home: Home
+    at_rest: torch.Tensor
+    start: int
+    values: torch.Tensor  # on the compute device
+    is_copy: bool
+
+    def fetch(self) -> None:
+        if self.is_copy:
+            self.home.fetch(self.at_rest, self.start, self.values)
+
+    def store(self) -> None:
+        if self.is_copy:
+            self.home.store(self.at_rest, self.start, self.values)
+
+
+class _Slabs:
+    """Memory on the compute device for the values of one chunk at a time."""
+
+    def __init__(self, num_elements: int, transfers: Transfers) -> None:
+        self._num_elements, self._transfers = num_elements, transfers
+        self._slabs: dict[_Key, torch.Tensor] = {}
+        self.free: Mark | None = None  # the last chunk is stored
+
+    def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
         slab = self._slabs.get((kind, dtype))
         if slab is None:
-            size = max(c.stop - c.start for c in self._chunks)
-            device = chunk.span.lane.home.compute_device
-            slab = self._slabs[kind, dtype] = torch.empty(size, dtype=dtype, device=device)
+            if self.free is not None:
+                self.free.wait()
+            device = self._transfers.device
+            slab = self._slabs[kind, dtype] = torch.empty(self._num_elements, dtype=dtype, device=device)
+            self.free = self._transfers.now()  # the memory may have been used on the compute stream
         return slab[: chunk.stop - chunk.start]
 
-    def _fetch_gradients(self, chunk: Chunk, shown: Sequence[Part]) -> torch.Tensor:
-        lane = chunk.span.lane
-        own = lane.gradients
-        slab = self._slab(chunk, ".gradients", lane.rest.dtype)
-        foreign = shown
-        if own is not None:
-            slab.copy_(own.flat[chunk.start : chunk.stop], non_blocking=True)
-            foreign = [p for p in shown if self._hidden[lane.parameters[p.index]] is not own.views[p.index]]
-        for part in foreign:
-            with plainly():
-                given = self._hidden[lane.parameters[part.index]].detach()
-                place = slab[chunk.within(part)]
-                if part.is_all:
-                    _shaped(place, lane, part).copy_(given)
-                else:
-                    start, _ = range_of(lane, part.index)
-                    flat = (
-                        torch.empty_like(lane.shard_views[part.index])
-                        .copy_(given)
-                        .as_strided((given.numel(),), (1,))
-                    )
-                    place.copy_(flat[part.start - start : part.stop - start])
-        return slab
+    def place(self, chunk: Chunk, kind: str, home: Home, at_rest: torch.Tensor, start: int) -> _Place:
+        """Where `chunk`'s values of one kind are while it steps; they rest from element `start` on."""
+        if home.kind == "device":
+            values = at_rest.data[start : start + chunk.stop - chunk.start]
+            return _Place(home, at_rest, start, values, is_copy=False)
+        return _Place(home, at_rest, start, self.slab(chunk, kind, at_rest.dtype), is_copy=True)
+
+
+@dataclass
+class _Staged:
+    """A chunk that is on the compute device, or on its way there."""
+
+    chunk: Chunk
+    shown: list[Part]
+    slabs: _Slabs
+    master: _Place = field(init=False)
+    states: dict[_Key, _Place] = field(init=False)
+    gradients: _Place | None = field(init=False)
+    fetched: Mark = field(init=False)
+
+    def place_of_state(self, key: _Key) -> _Place:
+        chunk, span = self.chunk, self.chunk.span
+        home, at_rest = span.lane.homes.state, span.states[key]
+        return self.slabs.place(chunk, key[0], home, at_rest, chunk.start - span.start)
 
 
 def _shaped(flat: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
@@ -354,6 +478,18 @@ class _State:
         self._keys_before = self._keys
         self._numbers = _Snapshot({k: v for k, v in known.items() if k not in self._keys})
         self._is_new = not known
+
+    def move_numbers(self, device: torch.device) -> None:
+        """Fused steps count on the device that computes; `load_state_dict` follows the parameter's."""
+        state = self._all.get(self._parameter) or {}
+        moved = {
+            k: v.to(device)
+            for k, v in state.items()
+            if isinstance(v, torch.Tensor) and v.dim() == 0 and v.device != device
+        }
+        if moved:
+            state.update(moved)
+            self._numbers = _Snapshot({k: v for k, v in state.items() if k not in self._keys})
 
     def show(self, staged: Mapping[_Key, torch.Tensor]) -> None:
         if self._is_new:

@@ -1,9 +1,8 @@
 """Where each kind of value of each lane rests, under a budget: pure, and the same on all ranks.
 
 Values fill the compute device first, then the host, then the disk, the most expensive to move first: the
-shards that gathers send (needed in forward and in backward), then masters and gradients, then optimizer
-state. A gradient is on the device of its parameter, because torch requires that. On disk are masters together
-with their optimizer state, so that a step which fails can be rolled back.
+shards that gathers send (needed in forward and in backward), then gradients, then masters, then optimizer
+state. On disk are masters together with their optimizer state, so that a step which fails can be rolled back.
 
 The engine, `fs.plan` and `fullshard plan` call the same functions, so that they cannot differ.
 """
@@ -24,13 +23,11 @@ from fullshard.precision import LaneDtypes
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 KINDS = ("compute", "master", "gradients", "state")
+SLAB_SETS = 8  # chunks of a streamed step on the compute device at once
 STATES = 2  # values that an optimizer keeps per element, as Adam does
-SLAB_SETS = 2  # chunks that a streamed step has on the device at the same time
 DISK_SLOTS = 2  # of each value in its file
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
-# What moves together, the last to leave the device first: with a master, and with one shard for both.
-_CAST = ("compute",), ("master", "gradients"), ("state",)
-_PLAIN = ("compute", "gradients"), ("master",), ("state",)
+_STAYING = ("compute", "gradients", "master", "state")  # the last to leave the device first
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,6 @@ class LaneBytes:
     @property
     def total(self) -> int:
         return self.compute + self.master + self.gradients + self.state
-
-    @property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        return _CAST if self.master else _PLAIN
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ def _placed(lanes: Sequence[LaneBytes], budget: Budget) -> tuple[list[LaneHomes]
     if budget.device is not None:
         _fill(lanes, budget.device, budget.kinds, away)
     homes = [LaneHomes(*("host" if kind in moved else "device" for kind in KINDS)) for moved in away]
-    homes = [_consistent(lane, home, budget.kinds) for lane, home in zip(lanes, homes, strict=True)]
+    homes = [_consistent(lane, home) for lane, home in zip(lanes, homes, strict=True)]
     return _on_disk(lanes, homes, budget)
 
 
@@ -187,36 +180,30 @@ def _fill(lanes: Sequence[LaneBytes], room: int, kinds: tuple[str, ...], away: l
     alone = [lane.master and (lane.stays or "master" not in kinds) for lane in lanes]
     lanes = [replace(lane, compute=0) if one else lane for lane, one in zip(lanes, alone, strict=True)]
     for lane in lanes:
-        room -= sum(_bytes(lane, group) for group in lane.groups if not _may_leave(lane, group, kinds))
-    for step in range(3):
+        room -= _bytes(lane, [kind for kind in KINDS if lane.stays or kind not in kinds])
+    for kind in _STAYING:
         for lane, moved in zip(lanes, away, strict=True):
-            group = lane.groups[step]
-            if not _may_leave(lane, group, kinds):
+            if lane.stays or kind not in kinds:
                 continue
-            needed = _bytes(lane, group)
-            if lane.master and "master" in group and "compute" not in moved:
+            needed = _bytes(lane, [kind])
+            if kind == "master" and lane.master and "compute" not in moved:
                 needed -= lane.compute  # which had its room
             if needed > room:
-                moved.extend(group)
+                moved.append(kind)
             else:
                 room -= needed
-
-
-def _may_leave(lane: LaneBytes, group: tuple[str, ...], kinds: tuple[str, ...]) -> bool:
-    return not lane.stays and group[0] in kinds
 
 
 def _bytes(lane: LaneBytes, kinds: Sequence[str]) -> int:
     return sum(getattr(lane, kind) for kind in kinds)
 
 
-def _consistent(lane: LaneBytes, homes: LaneHomes, kinds: tuple[str, ...]) -> LaneHomes:
+def _consistent(lane: LaneBytes, homes: LaneHomes) -> LaneHomes:
     if not lane.master:
-        homes = replace(homes, master=homes.compute)
-    elif homes.master == "device":
-        homes = replace(homes, compute="device")  # it is cast from the master; there is no other copy
-    here = homes.master == "device" or "gradients" not in kinds
-    return replace(homes, gradients="device" if here else "host")
+        return replace(homes, master=homes.compute)
+    if homes.master == "device":
+        return replace(homes, compute="device")  # it is cast from the master; there is no other copy
+    return homes
 
 
 def _on_disk(
@@ -233,7 +220,7 @@ def _on_disk(
         lane, before = lanes[index], homes[index]
         if lane.stays:
             continue
-        after = replace(before, master="disk", state="disk", gradients="host")
+        after = replace(before, master="disk", state="disk")
         if not lane.master:
             after = replace(after, compute="disk")
         gain = usage([lane], [before])["host"] - usage([lane], [after])["host"]

@@ -6,13 +6,12 @@ page-locking it, so that a device copies at full speed, costs far more.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from fullshard.checkpoint.saving.contents import LocalSlice
+from fullshard.host_memory import page_locked, unlocked
 from fullshard.plan.layout import round_up
 
 _ALIGN_BYTES = 64
@@ -41,11 +40,4 @@ class HostCopy:
         if self._buffer.numel() >= size_bytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is allocated
-        self._buffer = torch.from_numpy(np.empty(size_bytes, np.uint8))  # numpy requests huge pages
-        if locked:
-            # Not torch's pin_memory: it rounds up to a power of two, up to twice what is needed.
-            cuda, place = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
-            if (
-                int(cuda.cudaHostRegister(place, size_bytes, 0)) == 0
-            ):  # otherwise copies are slower, but correct
-                weakref.finalize(self._buffer, cuda.cudaHostUnregister, place)
+        self._buffer = page_locked(size_bytes) if locked else unlocked(size_bytes)

@@ -1,0 +1,230 @@
+"""Training with values in host memory: fullshard beside FSDP2's CPUOffloadPolicy, on one GPU.
+
+    make bench-offload    (or: python bench/offload.py --rows 1b 4b --engines "host" "FSDP2")
+
+Every engine has a process of its own, because two do not fit into one host's memory: the same model, tokens,
+AdamW and clipping, steps timed by the clock from an idle device to an idle device. `compute` is forward and
+backward of the bf16 model with no optimizer: nobody can be faster without computing less. The bound of an
+engine is compute beside what has to cross the link to the host at its measured rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import report
+from fullshard.tools.simulation.models import blocks_of, subject
+from report import machine, markdown
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    model: str
+    layers: int | None
+    tokens: int
+    cap_gib: float | None = None  # of device memory
+    checkpoint: bool = False
+
+    @property
+    def title(self) -> str:
+        layers = f"{self.layers} layers of " if self.layers else ""
+        cap = f", device capped at {self.cap_gib:g} GiB" if self.cap_gib else ""
+        return f"{layers}{self.model}, {self.tokens:,} tokens{cap}"
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("1b", "llama-1b", None, 4096),
+        Row("4b", "llama-8b", 16, 8192),
+        Row("7b", "llama-8b", 32, 8192, cap_gib=24, checkpoint=True),
+    )
+}
+ENGINES: dict[str, Any] = {
+    "compute": None,
+    "host": "host",
+    "optimizer": "optimizer",
+    "9 GiB": {"device": "9GiB"},
+    "40 GiB": {"device": "40GiB"},
+    "FSDP2": None,
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    step_s: float
+    clip_s: float
+    optimizer_s: float
+    loss: float
+    peak_gib: float
+    host_gib: float
+    start_s: float
+
+
+def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
+    what = subject(row.model, row.layers, row.tokens)
+    device = torch.device("cuda")
+    with torch.device("meta"):
+        model = what.build()
+    assert what.initialize is not None
+    torch.manual_seed(0)
+    if engine == "FSDP2":
+        fsdp2(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for module in model.modules():
+                what.initialize(module)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+    elif engine == "compute":
+        model = model.to(torch.bfloat16).to_empty(device=device)
+        with torch.no_grad():
+            model.apply(what.initialize)
+    else:
+        import fullshard as fs
+
+        given = ENGINES[engine]
+        offload = fs.Offload(**given) if isinstance(given, dict) else given
+        fs.shard(
+            model,
+            precision="bf16",
+            materialize=what.initialize,
+            device="cuda",
+            offload=offload,
+            checkpoint_activations=row.checkpoint,
+        )
+    return model, what, what.batch(device)
+
+
+def fsdp2(model: nn.Module) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    blocks = blocks_of(model)
+    for block in blocks:
+        fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+
+
+def run(row: Row, engine: str, steps: int) -> Figures:
+    """In this process alone."""
+    warnings.simplefilter("ignore")
+    torch.set_float32_matmul_precision("high")
+    if row.cap_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(row.cap_gib * 2**30 / total)
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    begun = time.perf_counter()
+    model, what, batch = build(row, engine)
+    optimizer = None
+    if engine != "compute":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    start_s = 0.0
+    times: list[tuple[float, float, float]] = []
+    loss = torch.zeros(())
+    for step in range(steps + 2):
+        times.append(one_step(model, what, batch, optimizer))
+        if step == 0:
+            start_s = time.perf_counter() - begun
+        if step == 1:
+            torch.cuda.reset_peak_memory_stats()
+    loss = what.loss(model, batch).detach()
+    shown = [median(column) for column in zip(*times[2:], strict=True)]
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Figures(*shown, loss.item(), torch.cuda.max_memory_allocated() / 2**30, host / 2**30, start_s)
+
+
+def one_step(model: nn.Module, what: Any, batch: Any, optimizer: Any) -> tuple[float, float, float]:
+    """Seconds of the step, and in it until clipping returned, and from there to its end."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    what.loss(model, batch).backward()
+    if optimizer is None:
+        model.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun, 0.0, 0.0
+    before_clip = time.perf_counter()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clipped = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    ended = time.perf_counter()
+    return ended - begun, clipped - before_clip, ended - clipped
+
+
+def in_process(row: str, engine: str, steps: int) -> Figures | None:
+    command = [sys.executable, __file__, "--child", row, engine, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    if done.returncode:
+        print(f"{row}, {engine}: {done.stderr.strip().splitlines()[-12:]}", flush=True)
+        return None
+    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(row: Row, found: dict[str, Figures]) -> str:
+    rival = found.get("FSDP2")
+    heads = ["engine", "ms/step", "times as fast as FSDP2", "clip ms", "optimizer ms", "tokens/s"]
+    heads += ["peak device GiB", "peak host GiB", "first step after s"]
+    rows = [
+        [
+            engine,
+            f"{f.step_s * 1e3:.0f}",
+            f"{rival.step_s / f.step_s:.2f}" if rival else "-",
+            f"{f.clip_s * 1e3:.1f}",
+            f"{f.optimizer_s * 1e3:.0f}",
+            f"{row.tokens / f.step_s:.0f}",
+            f"{f.peak_gib:.1f}",
+            f"{f.host_gib:.1f}",
+            f"{f.start_s:.0f}",
+        ]
+        for engine, f in found.items()
+    ]
+    return f"### {row.title}\n\n{markdown(heads, rows)}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=report.OUTPUT)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        row, engine = args.child
+        print(json.dumps(asdict(run(ROWS[row], engine, args.steps))))
+        return
+    args.output.mkdir(exist_ok=True, parents=True)
+    print(f"{machine()}\n", flush=True)
+    text, everything = [], {}
+    for name in args.rows:
+        found = {engine: in_process(name, engine, args.steps) for engine in args.engines}
+        figures = {engine: f for engine, f in found.items() if f is not None}
+        text.append(table(ROWS[name], figures))
+        print(text[-1], flush=True)
+        everything[name] = {engine: asdict(f) for engine, f in figures.items()}
+        gc.collect()
+    (args.output / "offload.md").write_text(f"{machine()}\n\n" + "\n".join(text))
+    (args.output / "offload.json").write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Gradients that do not rest where their parameters do, or are on their way there.
+
+Torch wants `p.grad` on the device of `p`. An AwayGradient is there by name only: it has no memory, and
+whatever is computed with it is computed with the values of its gradient shard, wherever these lie. Clipping
+does not wait for values that have left for the host: norms were computed on the device before they left, and
+factors are kept until an optimizer's step has the values on the device again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_map
+
+from fullshard.comm.groups import Comm
+from fullshard.engine.cuts import Cut
+from fullshard.engine.gradients import GradShard, Holder, gradients_in
+
+Factor = torch.Tensor | float
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__)
+
+
+class Source(Protocol):
+    """The gradient shard behind a lane's AwayGradients."""
+
+    def settle(self) -> None:
+        """Values are where they rest, and factors are multiplied in, when this returns."""
+        ...
+
+    def postpone_factor(self, index: int, factor: Factor) -> bool:
+        """Multiply later, if values are on their way. False: nothing was done."""
+        ...
+
+    def known_norm(self, index: int) -> torch.Tensor | None:
+        """Of this rank's part, on the compute device, if it was computed before the values left."""
+        ...
+
+    def written(self) -> None:
+        """Known norms are not true any more."""
+        ...
+
+
+class AwayGradient(GradShard):
+    source: Source
+    parameter: int  # its index in the lane
+    values_at_rest: torch.Tensor
+    part_at_rest: torch.Tensor
+
+    @staticmethod
+    def of(
+        source: Source,
+        index: int,
+        values: torch.Tensor,
+        device: torch.device,
+        comm: Comm,
+        part: torch.Tensor | None,
+        holder: Holder,
+        answers: bool,
+        cut: Cut,
+    ) -> AwayGradient:
+        gradient: AwayGradient = torch.Tensor._make_wrapper_subclass(
+            AwayGradient, values.shape, strides=values.stride(), dtype=values.dtype, device=device
+        )
+        gradient.comm, gradient.holder, gradient.answers, gradient.cut = comm, holder, answers, cut
+        gradient.replicated = part is not None
+        gradient.source, gradient.parameter, gradient.values_at_rest = source, index, values
+        gradient.part_at_rest = values if part is None else part
+        if not answers:
+            gradient.part_at_rest = gradient.part_at_rest.reshape(-1)[:0]
+        return gradient
+
+    @property
+    def part(self) -> torch.Tensor:  # type: ignore[override]
+        """On the compute device, for reading: there sums have the bits of a gradient that never left it."""
+        self.source.settle()
+        return self.part_at_rest.to(self.comm.device)
+
+    @property
+    def known_norm(self) -> torch.Tensor | None:
+        return self.source.known_norm(self.parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SCALES and len(args) == 2 and not kwargs and _is_factor(args[1]):
+            scaled = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            if all(isinstance(g, AwayGradient) and not g.holder.postponed for g in scaled):
+                for gradient in scaled:
+                    gradient.scale(args[1])
+                return None if func is torch._foreach_mul_ else args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def scale(self, factor: Factor) -> None:
+        values = self.values_at_rest
+        if isinstance(factor, torch.Tensor):
+            factor = factor.detach().to(values.device if values.is_cuda else self.comm.device)
+        if not self.source.postpone_factor(self.parameter, factor):
+            self.source.settle()
+            self.source.written()
+            values.mul_(factor)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Computes with the values at rest. What is written in place is the gradient itself."""
+        kwargs = kwargs or {}
+        changes = func._schema.is_mutable
+        for gradient in gradients_in(args, kwargs.values()):
+            if isinstance(gradient, AwayGradient):
+                gradient.source.settle()
+                if changes:
+                    gradient.source.written()
+        if func is _UNSCALE:
+            return _unscale(*args)
+        out = func(*tree_map(_at_rest, args), **tree_map(_at_rest, kwargs))
+        return args[0] if changes and args and isinstance(out, torch.Tensor) else out
+
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """GradScaler's: its numbers are on the compute device."""
+    values = [_at_rest(gradient) for gradient in gradients]
+    found = found_inf.to(values[0].device)
+    _UNSCALE(values, found, inv_scale.to(values[0].device))
+    if found is not found_inf:
+        found_inf.copy_(found)
+
+
+def _at_rest(value: Any) -> Any:
+    return value.values_at_rest if isinstance(value, AwayGradient) else value
+
+
+def _is_factor(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- clipping
+
+_GROUP = "_group_tensors_by_device_and_dtype"
+
+
+def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's groups of gradients by device: AwayGradients are in that of the device that computes."""
+
+    def group(tensors: Any, with_indices: bool = False) -> Any:
+        rows: dict[Any, list[tuple[Any, ...]]] = {}
+        for (device, dtype), (lists, indices) in original(tensors, True).items():
+            for index, *row in zip(indices, *lists, strict=True):
+                first = row[0]
+                key = (first.comm.device if isinstance(first, AwayGradient) else device, dtype)
+                rows.setdefault(key, []).append((index, *row))
+        groups = {}
+        for key, found in rows.items():
+            found.sort(key=lambda row: row[0])  # norms are summed in the order of parameters
+            indices, *lists = map(list, zip(*found, strict=True))
+            groups[key] = (lists, indices if with_indices else [])
+        return groups
+
+    return group
+
+
+def watch_clipping() -> None:
+    """From now on `clip_grad_norm_` leaves its factor on the device: moving it to the host would wait."""
+    original = getattr(clip_grad, _GROUP, None)
+    if original is not None and original.__module__ != __name__:
+        setattr(clip_grad, _GROUP, _grouped(original))

@@ -1,0 +1,236 @@
+"""On a real GPU: offloaded training has the bits of training without, its copies run beside computing and do
+not race, and values are where they should be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCKS: dict[str, Any] = {"merge_units": 0, "keep_full": 2**20}
+STEPS = 4
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "loop": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(64, 128), *(Block(128) for _ in range(4)), nn.Linear(128, 64)).cuda()
+
+
+def homes(folder: Path) -> dict[str, Any]:
+    import fullshard as fs
+
+    return {
+        "host": "host",
+        "optimizer": "optimizer",
+        "small chunks": fs.Offload(chunk=5000),
+        "gradients alone": fs.Offload(kinds=("gradients",)),
+        "some on the device": fs.Offload(device=2**21, chunk=30_000),
+        "disk": fs.Offload(host=2**21, disk=folder, chunk=30_000),
+    }
+
+
+def trained(make: Make = OPTIMIZERS["fused"], accumulate: int = 1, rank: int = 0, **options: Any) -> Any:
+    import fullshard as fs
+
+    model = fs.shard(net(), **(BLOCKS | options))
+    optimizer = make(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        for part in range(accumulate):
+            torch.manual_seed(100 * step + 10 * part + rank)
+            tokens = torch.randint(0, 64, (4, 32), device="cuda")
+            with fs.accumulate(model) if part + 1 < accumulate else nullcontext():
+                loss = model(tokens).float().square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [
+        value
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    states = [getattr(v, "full_tensor", lambda v=v: v)().cpu() for v in states]
+    with fs.full(model):
+        values = [p.detach().cpu().clone() for p in model.parameters()]
+    return [torch.stack(losses).cpu(), torch.stack(norms).cpu(), *states, *values]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor], what: str) -> None:
+    assert len(one) == len(other), what
+    for index, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(a, b), f"{what}: value {index}"
+
+
+def _compare(rank_options: dict[str, Any], folder: Path, few: bool) -> None:
+    rank = int(os.environ["RANK"])
+    for precision in ("fp32", "bf16"):
+        options = {"precision": precision, "rank": rank} | rank_options
+        expected = trained(**options)
+        for name, offload in homes(folder).items():
+            if not (few and name in ("gradients alone", "small chunks")):
+                same(trained(offload=offload, **options), expected, f"{options}, {name}")
+        gc.collect()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
+def test_one_gpu_has_the_bits_of_a_run_without_offload(strategy: str, tmp_path: Path) -> None:
+    ranks.run(_compare, 1, {"strategy": strategy}, tmp_path, False)
+
+
+def test_two_ranks_have_the_bits_of_a_run_without_offload(tmp_path: Path) -> None:
+    ranks.run(_compare, 2, {"accumulate": 2}, tmp_path, True, init=True)
+
+
+def _optimizers() -> None:
+    for name, make in OPTIMIZERS.items():
+        expected = trained(make, precision="bf16")
+        for offload in ("host", "optimizer"):
+            same(trained(make, precision="bf16", offload=offload), expected, f"{name}, {offload}")
+
+
+def test_every_kind_of_step_has_the_same_bits() -> None:
+    ranks.run(_optimizers, 1)
+
+
+def _places() -> None:
+    import fullshard as fs
+
+    model = fs.shard(net(), precision="bf16", offload="host", **BLOCKS)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    tokens = torch.randint(0, 64, (4, 32), device="cuda")
+    at_rest = []
+    for step in range(4):
+        model(tokens).float().square().mean().backward()
+        if step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+        for p in model.parameters():
+            assert p.device.type == "cpu"
+            assert p.is_pinned()
+            assert p.grad is not None
+            assert p.grad.device.type == "cuda"
+            assert all(v.is_pinned() for v in optimizer.state[p].values() if v.dim())
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        at_rest.append(torch.cuda.memory_allocated())
+    assert at_rest[-1] == at_rest[1]
+
+
+def test_values_rest_in_page_locked_memory_and_clipping_does_not_wait_for_the_device() -> None:
+    ranks.run(_places, 1)
+
+
+def _loaded() -> None:
+    import fullshard as fs
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = fs.shard(net(), offload="host", **BLOCKS)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    step(model, optimizer, 0)
+    twin = fs.shard(net(), offload="host", **BLOCKS)
+    twins = OPTIMIZERS["fused"](twin.parameters())
+    twin.load_state_dict(model.state_dict())
+    twins.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's load takes tensors as they are
+    step(model, optimizer, 1)
+    step(twin, twins, 1)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, twins.state[q][key]), key
+
+
+def test_a_loaded_state_steps_on() -> None:
+    ranks.run(_loaded, 1)
+
+
+def _scaled() -> None:
+    import fullshard as fs
+
+    results = []
+    for offload in (None, "host", "optimizer"):
+        model = fs.shard(net(), precision="fp16", offload=offload, **BLOCKS)
+        optimizer = OPTIMIZERS["foreach"](model.parameters())
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=2)
+        for step in range(5):
+            torch.manual_seed(step)
+            loss = model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean()
+            scaler.scale(loss * (1e30 if step == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append([p.detach().cpu() for p in model.parameters()])
+    for other in results[1:]:
+        same(other, results[0], "scaled")
+
+
+def test_a_gradient_scaler_skips_the_same_steps() -> None:
+    ranks.run(_scaled, 1)
+
+
+def _watched(offload: Any) -> str:
+    import torch.cuda._sanitizer as sanitizer
+
+    import fullshard as fs
+
+    sanitizer.enable_cuda_sanitizer()
+    try:
+        model = fs.shard(net(), precision="bf16", offload=offload, **BLOCKS)
+        optimizer = OPTIMIZERS["foreach"](model.parameters())
+        for _ in range(3):
+            model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+    except sanitizer.CUDASanitizerErrors as error:
+        return str(error)
+    return "clean"
+
+
+@pytest.mark.parametrize("offload", ["host", "optimizer"])
+def test_copies_do_not_race_with_computing(offload: str) -> None:
+    assert ranks.run(_watched, 1, offload) == ["clean"]
