@@ -24,7 +24,7 @@ def page_locked(size_bytes: int) -> torch.Tensor:
     be locked, copies are slower, but correct.
     """
     array = np.empty(size_bytes + _PAGE, np.uint8)  # numpy requests huge pages
-    start = -array.ctypes.data % _PAGE  # devices copy whole pages faster than parts of them
+    start = -array.ctypes.data % _PAGE  # devices copy fastest from the start of a page
     memory = torch.from_numpy(array[start : start + size_bytes])
     if not size_bytes:
         return memory

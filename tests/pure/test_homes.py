@@ -39,7 +39,7 @@ def test_without_room_on_the_device_everything_rests_on_the_host() -> None:
 def test_optimizer_state_leaves_the_device_first_and_the_shards_that_gathers_send_last() -> None:
     lanes = [CAST, CAST]
     assert choose(lanes, Budget(40, None, False)) == 2 * [LaneHomes("device", "host", "host", "host")]
-    half = choose(lanes, Budget(40 + 80 + 40, None, False))
+    half = choose(lanes, Budget(40 + 80 + 20, None, False))
     assert half == [LaneHomes(state="host"), LaneHomes("device", "host", "device", "host")]
     assert choose(lanes, Budget(40 + 160, None, False)) == 2 * [LaneHomes(state="host")]
 

@@ -49,7 +49,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, 
         cast = lane.dtypes.rest != lane.dtypes.compute
         total[homes.master.kind, "master" if cast else "compute"] += lane.rest.nbytes
         if lane.compute_shard is not None:
-            total[homes.compute.kind, "compute"] += lane.compute_shard._values.nbytes
+            total[homes.compute.kind, "compute"] += lane.compute_shard.values.nbytes
         if lane.gradients is not None:
             total[homes.gradients.kind, "gradients"] += lane.gradients.flat.nbytes
         for parameter in lane.parameters:
