@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ HERE = Path(__file__).resolve().parent
 for folder in (*sorted(HERE.glob("[a-z]*")), HERE.parent / "src"):
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+# For every connection to a store torch asks the name server for this host's name, and a lost packet costs the
+# resolver's five seconds: here that was every hundredth start of ranks.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import warm  # noqa: E402 (found by the paths above)
 

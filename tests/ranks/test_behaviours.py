@@ -181,6 +181,7 @@ def _interrupted(
                 what(model)
 
         traces.append(engines.train(engine, model, sgd(model.parameters()), at))
+        ranks.end_groups_of_models()
     return traces
 
 

@@ -203,12 +203,19 @@ USES: dict[str, Run] = {
 }
 
 
-def _use(num_ranks: int, folder: Path) -> None:
-    for name, run in USES.items():
-        for options in ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate"}):
+OPTIONS = ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate"})
+
+
+def _use(num_ranks: int, every_pair: bool, folder: Path) -> None:
+    """Each use under every offload; unless `every_pair`, under all options only with one of them in turn."""
+    for turn, (name, run) in enumerate(USES.items()):
+        for number, options in enumerate(OPTIONS):
             expected = run(dict(options), folder)
-            copies = num_ranks if "strategy" in options and options["strategy"] == "replicate" else 1
-            for offload in (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder)):
+            copies = num_ranks if options.get("strategy") == "replicate" else 1
+            offloads = (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder))
+            if number != turn % len(OPTIONS) and not every_pair:
+                offloads = offloads[(turn + number) % len(offloads) :][:1]
+            for offload in offloads:
                 try:
                     found = run({**options, "offload": offload}, folder)
                     assert found.keys() == expected.keys()
@@ -216,11 +223,19 @@ def _use(num_ranks: int, folder: Path) -> None:
                         assert torch.equal(found[key], value), key
                 except Exception as error:
                     raise AssertionError(f"{name}, {options}, {offload}: {error!r}") from error
+            ranks.end_groups_of_models()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_use_of_a_model_leaves_the_same_bits(num_ranks: int, tmp_path: Path) -> None:
-    ranks.run(_use, num_ranks, num_ranks, tmp_path, timeout_s=120)
+@pytest.mark.parametrize(
+    ("num_ranks", "every_pair"),
+    [
+        (2, False),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(2, True, marks=pytest.mark.long),
+    ],
+)
+def test_every_use_of_a_model_leaves_the_same_bits(num_ranks: int, every_pair: bool, tmp_path: Path) -> None:
+    ranks.run(_use, num_ranks, num_ranks, every_pair, tmp_path, timeout_s=120)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------

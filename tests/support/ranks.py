@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import warm
 
-__all__ = ["Outcome", "RankError", "RankFailure", "outcome", "run"]
+__all__ = ["Outcome", "RankError", "RankFailure", "end_groups_of_models", "outcome", "run"]
 
 # What a server has imported before it forks workers, by the library that the test file is about.
 COMMON = [
@@ -188,6 +188,24 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         # The host's own name need not resolve in a container; all ranks are here.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+
+
+def end_groups_of_models() -> None:
+    """On all ranks, between cases of one run: the models so far are done, and their process groups end.
+
+    A model has three gloo groups or more, each with a thread that wakes up a hundred times per second: after
+    a hundred models they would take most of the time.
+    """
+    import torch.distributed as dist
+
+    from fullshard.comm.host_group import forget_first_groups
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+        forget_first_groups()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 # --- the parent's side --------------------------------------------------------------------------------
@@ -377,6 +395,7 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    _connect_when_rank_0_listens()
     environment = dict(os.environ)
     gc.freeze()  # what the server has imported: 300,000 objects, which a collection need not walk every time
     while True:
@@ -394,6 +413,31 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
             pipe.send_bytes(payload)
         if task.last and kind == "value":
             return
+
+
+def _connect_when_rank_0_listens() -> None:
+    """A rank that finds no store yet tries again half a second later, and rank 0 is ready in milliseconds."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # there is a function so called
+    create = rendezvous._create_c10d_store
+
+    def create_when_ready(hostname: str, port: int, rank: int, *args: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + 2.0
+        while rank > 0 and not _is_listened_to(port) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return create(hostname, port, rank, *args, **options)
+
+    rendezvous._create_c10d_store = create_when_ready
+
+
+def _is_listened_to(port: int) -> bool:
+    """Sockets may share a port in this way as long as none of them listens."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
 
 
 def _die_with_parent() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fullshard.errors import FullshardError, OptionError
 from fullshard.extras import need as need_library
@@ -169,9 +170,20 @@ def _no_packed_sequences() -> Iterator[None]:
             vars(masks)["find_packed_sequence_indices"] = look
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Initialisers do nothing: on meta torch computes shapes in Python, which takes most of a build."""
+
+    FILLS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.FILLS and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **kwargs or {})
+
+
 def _on_meta(build: Callable[[], nn.Module], context: int, length: int) -> nn.Module:
     try:
-        with META:
+        with META, _WithoutValues():
             model = build().train()
     except FullshardError:
         raise
