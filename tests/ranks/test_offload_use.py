@@ -76,6 +76,19 @@ def _assigned(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 0.75
 
 
+def edited_between_backward_and_step(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    for number, edit in enumerate((lambda p: p.mul_(0.5), lambda p: p.data.add_(0.1), _assigned)):
+        backward(model, number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                edit(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    steps(model, optimizer, 3)
+    return values(model)
+
+
 def copied(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     steps(model, optimizer, 0)
@@ -190,6 +203,7 @@ USES: dict[str, Run] = {
     for run in (
         edited_in_fs_full,
         edited_in_place,
+        edited_between_backward_and_step,
         copied,
         frozen_for_a_while,
         adapter_over_a_frozen_base,

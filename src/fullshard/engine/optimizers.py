@@ -147,6 +147,9 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
 def _show_gradients(optimizer: Optimizer, known: _Checked) -> None:
     """Steps on what is offloaded run now. What remains has its gradients as this optimizer needs them."""
     if known.streamed is not None:
+        for runtime in (held for reference in known.runtimes if (held := reference()) is not None):
+            for lane in runtime.lanes:
+                lane.take_assigned()  # a step that is not streamed updates what was assigned
         step = type(optimizer).step
         known.streamed.run(functools.partial(getattr(step, "__wrapped__", step), optimizer))
     if known.plain_gradients:
