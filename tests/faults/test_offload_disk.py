@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +28,7 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.errors import OffloadError
 
 PRECISIONS = ("fp32", "bf16")
@@ -223,3 +230,235 @@ def test_other_peoples_files_in_the_folder_are_left_alone(tmp_path: Path) -> Non
     ranks.run(_count, 1, tmp_path)
     assert (tmp_path / "something" / "file").exists()
     assert (tmp_path / "fullshard-offload-0123456789abcdef" / "file").exists()
+
+
+# ---- reads and writes in the background
+
+CHUNK = 2**18
+NUM_ELEMENTS = 5 * CHUNK // 4 + 3  # of fp32: five chunks, and bytes that no block of a disk holds alone
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: Any, tmp_path: Path) -> Iterator[Path]:
+    """A file system on a disk, and one without."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm")
+    folder = tempfile.mkdtemp(dir="/dev/shm")
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+def _has_direct(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def _value(place: Path) -> tuple[DiskValue, torch.Tensor, DiskFolder]:
+    folder = DiskFolder(place)
+    value = DiskValue(folder.new_file(), NUM_ELEMENTS, torch.float32)
+    return value, value.tensor(), folder
+
+
+def _ranges() -> list[tuple[int, int]]:
+    size = 4 * NUM_ELEMENTS
+    return [(start, min(CHUNK, size - start)) for start in range(0, size, CHUNK)]
+
+
+def _floats(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def _add_one(value: DiskValue, buffers: DiskBuffers, skipped: int | None = None) -> None:
+    """A step: one range is read ahead, and what is written goes out behind."""
+    ranges = [r for i, r in enumerate(_ranges()) if i != skipped]
+    ahead: list[tuple[Pending, memoryview]] = []
+    for at in range(len(ranges) + 1):
+        if at < len(ranges):
+            memory = buffers.take()
+            ahead.append((value.start_read(ranges[at][0], memory[: ranges[at][1]]), memory))
+        if at:
+            (start, length), (read, memory) = ranges[at - 1], ahead.pop(0)
+            read.wait()
+            _floats(memory[:length]).add_(1)
+            buffers.give(memory, value.start_write(start, memory[:length]))
+
+
+def test_what_is_written_in_the_background_is_read_again_and_shown_by_the_tensor(place: Path) -> None:
+    value, tensor, _folder = _value(place)
+    buffers = DiskBuffers(3, CHUNK)
+    expected = torch.randn(NUM_ELEMENTS)
+    tensor.copy_(expected)
+    for step in range(6):
+        _add_one(value, buffers, skipped=None if step < 4 else step - 2)
+        assert value._wrote_directly >= _has_direct(place)
+        assert torch.equal(tensor, expected)  # and its pages are in memory now
+        if step == 3:
+            value.complete()
+            value.abandon()
+            assert torch.equal(tensor, expected)
+            continue
+        value.complete()
+        value.commit()
+        part = slice(None) if step < 4 else [i for i in range(NUM_ELEMENTS) if i * 4 // CHUNK != step - 2]
+        expected[part] += 1
+        assert torch.equal(tensor, expected)
+        if step in (1, 4):  # the user writes to it, into both slots in turn
+            for values in (tensor, expected):
+                values[::1000] = step
+            value.forget_checksums()
+
+
+def _read_all(value: DiskValue) -> None:
+    memory = DiskBuffers(1, CHUNK).take()
+    for start, length in _ranges():
+        value.start_read(start, memory[:length]).wait()
+
+
+def _write_all(value: DiskValue) -> None:
+    buffers = DiskBuffers(2, CHUNK)
+    for start, length in _ranges():
+        memory = buffers.take()
+        buffers.give(memory, value.start_write(start, memory[:length]))
+    value.complete()
+
+
+def _cut(value: DiskValue, _patch: pytest.MonkeyPatch) -> None:
+    os.truncate(value.path, value._current * value._slot_bytes + CHUNK + 100)
+
+
+def _flip(value: DiskValue, _patch: pytest.MonkeyPatch) -> None:
+    with value.path.open("r+b") as file:
+        file.seek(value._current * value._slot_bytes + 3 * CHUNK + 77)
+        file.write(b"?")
+
+
+def _unlink(value: DiskValue, _patch: pytest.MonkeyPatch) -> None:
+    value.path.unlink()
+
+
+def _fill(_value: DiskValue, patch: pytest.MonkeyPatch) -> None:
+    write, count = os.pwritev, iter(range(100))
+
+    def full(descriptor: int, buffers: Any, offset: int) -> int:
+        if next(count) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, buffers, offset)
+
+    patch.setattr(os, "pwritev", full)
+
+
+BACKGROUND: dict[str, tuple[Callable[..., None], Callable[[DiskValue], None], str]] = {
+    "short read": (_cut, _read_all, "cannot read .*: it ends .* bytes too early"),
+    "changed bytes": (_flip, _read_all, "cannot read .*: bytes 786432 to .* are not those that were written"),
+    "file gone, read": (_unlink, _read_all, "cannot use .*: it was removed"),
+    "file gone, write": (_unlink, _write_all, "cannot use .*: it was removed"),
+    "disk full": (_fill, _write_all, "cannot write .*: No space left on device"),
+}
+
+
+@pytest.mark.parametrize("name", BACKGROUND)
+def test_faults_in_the_background_are_raised_where_they_are_waited_for(
+    place: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault, use, message = BACKGROUND[name]
+    value, tensor, _folder = _value(place)
+    _add_one(value, DiskBuffers(3, CHUNK))
+    value.complete()
+    value.commit()
+    before = tensor.clone()
+    with monkeypatch.context() as patch:
+        fault(value, patch)
+        with pytest.raises(OffloadError, match=message):
+            use(value)
+        value.abandon()
+    if name in ("disk full", "file gone, read", "file gone, write"):
+        assert torch.equal(tensor, before)
+    if name == "disk full":  # and then there is room
+        _add_one(value, DiskBuffers(3, CHUNK))
+        value.complete()
+        value.commit()
+        assert torch.equal(tensor, before + 1)
+
+
+def test_direct_io_that_a_file_system_refuses_is_done_through_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwritev
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.O_DIRECT & int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()[3], 8):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    value, tensor, _folder = _value(tmp_path)
+    for _ in range(2):
+        _add_one(value, DiskBuffers(3, CHUNK))
+        value.complete()
+        value.commit()
+    assert torch.equal(tensor, torch.full((NUM_ELEMENTS,), 2.0))
+
+
+def test_a_value_that_goes_while_it_is_written_keeps_its_file_open_until_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, write = threading.Event(), threading.Event(), os.pwritev
+
+    def slow(descriptor: int, buffers: Any, offset: int) -> int:
+        begun.set()
+        assert go.wait(60)
+        return write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    value, tensor, folder = _value(tmp_path)
+    pending = value.start_write(0, DiskBuffers(1, CHUNK).take())
+    number = value._file.number
+    inode = os.fstat(number).st_ino
+    assert begun.wait(60)
+    del tensor
+    gc.collect()
+    assert os.fstat(number).st_ino == inode  # no other file has taken its place
+    assert not value.path.exists()
+    go.set()
+    pending.settle()
+    _wait_for(lambda: not _is_open(number, inode))
+    del folder
+
+
+def _is_open(number: int, inode: int) -> bool:
+    try:
+        return os.fstat(number).st_ino == inode
+    except OSError:
+        return False
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None:
+    registered: list[tuple[int, int]] = []
+    buffers = DiskBuffers(2, 5000, lambda address, size: registered.append((address, size)))
+    ((address, size),) = registered
+    assert (address % 4096, size) == (0, 2 * 8192)
+    first, second = buffers.take(), buffers.take()
+    assert {ctypes.addressof(ctypes.c_char.from_buffer(b)) for b in (first, second)} == {
+        *(address, address + 8192)
+    }
+    with pytest.raises(AssertionError, match="all buffers are in use"):
+        buffers.take()
+    value, _tensor, _folder = _value(tmp_path)
+    buffers.give(first, value.start_write(0, first))
+    assert buffers.take() is first
+    value.complete()
+    assert bytes(value.path.read_bytes()[value._slot_bytes :][:8192]) == bytes(first)

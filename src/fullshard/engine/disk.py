@@ -5,6 +5,11 @@ change roles (`commit`); before that nothing has changed (`abandon`). The tensor
 slot, mapped into memory at an address that stays: reading it outside a step reads the file. What a step has
 written is checked by its CRC-32 when it is read again, unless the tensor was written since.
 
+Reads and writes run at once, or in the background by a few threads (`start_read`, `start_write`). Where the
+file system has direct I/O, and memory and offset are aligned, they bypass the page cache: all writes, and
+reads of ranges whose checksum is known. Other ranges may be dirty in the mapping. A direct write invalidates
+cached pages of its range, so the mapping shows what was written; `commit` drops what may be left of them.
+
 Files lie in a folder per rank, locked while its process lives. Whoever starts next in the same place removes
 folders that are not locked any more: those of processes that were killed.
 """
@@ -13,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -22,8 +29,11 @@ import secrets
 import shutil
 import socket
 import stat
+import threading
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,7 +56,14 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_sync_file_range: Any = getattr(_libc, "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2  # start to write what is dirty, and do not wait
 _COPY_BYTES = 2**22
+_PIECE_BYTES = 2**23  # of a read or write: its checksum is taken while it is in the processor's cache
+_ALIGNMENT = 4096  # of memory and offsets in direct I/O: the largest logical block of common disks
+_THREADS = 4
 
 
 class DiskFolder:
@@ -118,6 +135,105 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Of a process: a fork has none of its parent's."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fullshard-disk-{process}")
+
+
+class Pending:
+    """A read or write in the background. Its memory must be left alone until `wait` or `settle`."""
+
+    def __init__(self, start: int, stop: int, future: Future[None]) -> None:
+        self.start, self.stop, self._future = start, stop, future
+
+    def wait(self) -> None:
+        """Until it is over; raises its error."""
+        self._future.result()
+
+    def settle(self) -> None:
+        """Until it is over, however it ended."""
+        self._future.exception()
+
+    @property
+    def is_over(self) -> bool:
+        return self._future.done()
+
+
+class DiskBuffers:
+    """A bounded number of aligned buffers, allocated once.
+
+    `register` gets address and size of all of them, to page-lock them. A buffer whose data is being written
+    is free again when that is over: who takes it waits for the write, whose error `complete` raises.
+    """
+
+    def __init__(
+        self, count: int, size_bytes: int, register: Callable[[int, int], Any] | None = None
+    ) -> None:
+        self.size_bytes = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = memoryview(mmap.mmap(-1, count * self.size_bytes))
+        self._free: deque[memoryview] = deque(
+            memory[i * self.size_bytes : (i + 1) * self.size_bytes] for i in range(count)
+        )
+        self._written: deque[tuple[Pending, memoryview]] = deque()
+        if register is not None:
+            register(_address(memory), len(memory))
+
+    def take(self) -> memoryview:
+        if not self._free:
+            if not self._written:
+                raise AssertionError("all buffers are in use")
+            pending, buffer = self._written.popleft()
+            pending.settle()
+            return buffer
+        return self._free.popleft()
+
+    def give(self, buffer: memoryview, written: Pending | None = None) -> None:
+        """Back, at once or when it is written."""
+        if written is None:
+            self._free.append(buffer)
+        else:
+            self._written.append((written, buffer))
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _is_aligned(memory: memoryview, offset: int) -> bool:
+    if memory.readonly or len(memory) < _ALIGNMENT or offset % _ALIGNMENT:
+        return False
+    return _address(memory) % _ALIGNMENT == 0
+
+
+class _Descriptor:
+    """An open file. It is closed when that was asked for and no operation uses it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._uses, self._closing = 0, False
+        self._lock = threading.RLock()  # a finalizer may close it at any moment, in any thread
+
+    def enter(self) -> None:
+        with self._lock:
+            self._uses += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._uses -= 1
+            self._close_if_unused()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._closing and not self._uses:
+            self._closing = False
+            os.close(self.number)
+
+
 class DiskValue:
     """One flat value in a file of two slots."""
 
@@ -129,9 +245,19 @@ class DiskValue:
         self._checksums: dict[tuple[int, int], int] = {}  # of ranges of bytes in the current slot
         self._written: dict[tuple[int, int], int] = {}  # the same for the other one, in this step
         self.version = 0  # of its tensor, when the checksums were taken
+        self._reads: list[Pending] = []  # in the background, perhaps over
+        self._writes: list[Pending] = []
+        self._has_direct = hasattr(os, "O_DIRECT")
+        self._wrote_directly = False  # in this step
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            os.posix_fallocate(self._descriptor, 0, 2 * self._slot_bytes)
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            self._file = _Descriptor(number)
+            try:
+                os.posix_fallocate(number, 0, 2 * self._slot_bytes)
+            except OSError:
+                self._file.close()
+                path.unlink()
+                raise
         except OSError as error:
             needs = f"{2 * self._slot_bytes / 2**30:.2f} GiB"
             raise OffloadError(
@@ -144,7 +270,7 @@ class DiskValue:
         flags = mmap.MAP_SHARED | (0 if address is None else _MAP_FIXED)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         where = _libc.mmap(
-            address, self._slot_bytes, access, flags, self._descriptor, slot * self._slot_bytes
+            address, self._slot_bytes, access, flags, self._file.number, slot * self._slot_bytes
         )
         if where is None or where == ctypes.c_void_p(-1).value:
             raise OffloadError(f"{self.path} cannot be mapped: {os.strerror(ctypes.get_errno())}")
@@ -160,7 +286,7 @@ class DiskValue:
 
     def _close(self) -> None:
         _libc.munmap(self.address, self._slot_bytes)
-        os.close(self._descriptor)
+        self._file.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -168,24 +294,106 @@ class DiskValue:
 
     def read(self, start: int, out: memoryview) -> None:
         """Bytes of the current slot."""
-        self._require_file()
-        at = 0
-        while at < len(out):
-            count = self._call("read", os.preadv, [out[at:]], self._current * self._slot_bytes + start + at)
-            if not count:
-                raise self._failed("read", f"it ends {len(out) - at} bytes too early")
-            at += count
-        known = self._checksums.get((start, len(out)))
-        if known is not None and known != crc32(out):
-            raise self._failed("read", f"bytes {start} to {start + len(out)} are not those that were written")
+        self._read(self._current, self._checksums.get((start, len(out))), start, out)
 
     def write(self, start: int, data: memoryview) -> None:
         """Bytes of the other slot."""
+        self._write(1 - self._current, start, data)
+
+    def start_read(self, start: int, out: memoryview) -> Pending:
+        """`read` in the background."""
+        self._reads = [p for p in self._reads if not p.is_over]
+        known = self._checksums.get((start, len(out)))
+        self._reads.append(self._started(self._read, self._current, known, start, out))
+        return self._reads[-1]
+
+    def start_write(self, start: int, data: memoryview) -> Pending:
+        """`write` in the background. `complete` waits for it, and raises its error."""
+        for earlier in self._writes:
+            if earlier.start < start + len(data) and start < earlier.stop:
+                earlier.settle()
+        self._writes.append(self._started(self._write, 1 - self._current, start, data))
+        return self._writes[-1]
+
+    def _started(self, function: Callable[..., None], *args: Any) -> Pending:
+        start, memory = args[-2:]
+        self._file.enter()
+        try:
+            future = _threads(os.getpid()).submit(self._run, function, *args)
+        except BaseException:
+            self._file.leave()
+            raise
+        return Pending(start, start + len(memory), future)
+
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        finally:
+            self._file.leave()
+
+    def _read(self, slot: int, known: int | None, start: int, out: memoryview) -> None:
         self._require_file()
-        at, offset = 0, (1 - self._current) * self._slot_bytes + start
-        while at < len(data):
-            at += self._call("write", os.pwritev, [data[at:]], offset + at)
-        self._written[start, len(data)] = crc32(data)
+        # What no step has written may be dirty in the mapping.
+        found = self._transfer(
+            "read", os.preadv, out, slot * self._slot_bytes + start, directly=known is not None
+        )
+        if known is not None and known != found:
+            raise self._failed("read", f"bytes {start} to {start + len(out)} are not those that were written")
+
+    def _write(self, slot: int, start: int, data: memoryview) -> None:
+        self._require_file()
+        offset = slot * self._slot_bytes + start
+        self._written[start, len(data)] = self._transfer("write", os.pwritev, data, offset, directly=True)
+
+    def _transfer(self, verb: str, function: Any, memory: memoryview, offset: int, directly: bool) -> int:
+        """Move all of it; its checksum."""
+        at = checksum = 0
+        with self._direct(directly and _is_aligned(memory, offset)) as direct:
+            while at < len(memory):
+                piece = memory[at : at + _PIECE_BYTES]
+                through = self._file.number
+                if (
+                    direct is not None
+                    and self._has_direct
+                    and not at % _ALIGNMENT
+                    and len(piece) >= _ALIGNMENT
+                ):
+                    through, piece = direct, piece[: len(piece) // _ALIGNMENT * _ALIGNMENT]
+                try:
+                    count = int(function(through, [piece], offset + at))
+                except OSError as error:
+                    if through == direct and error.errno == errno.EINVAL:
+                        self._has_direct = False  # it can be opened so, and not used so
+                        continue
+                    raise self._failed(verb, str(error.strerror)) from error
+                if not count:
+                    raise self._failed(verb, f"it ends {len(memory) - at} bytes too early")
+                checksum = crc32(memory[at : at + count], checksum)
+                self._note_written(verb, through == direct, offset + at, count)
+                at += count
+        return checksum
+
+    def _note_written(self, verb: str, directly: bool, offset: int, count: int) -> None:
+        if verb == "write" and directly:
+            self._wrote_directly = True
+        elif verb == "write" and count >= _COPY_BYTES and _sync_file_range is not None:
+            # The disk begins now, and not when memory is full of pages to write. This is a hint: it may fail.
+            _sync_file_range(self._file.number, offset, count, _SYNC_FILE_RANGE_WRITE)
+
+    @contextlib.contextmanager
+    def _direct(self, wanted: bool) -> Iterator[int | None]:
+        """A descriptor for direct I/O, where there is any. It is not kept: processes may hold few."""
+        number = None
+        if wanted and self._has_direct:
+            try:
+                number = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_DIRECT)
+            except OSError as error:
+                self._has_direct = error.errno != errno.EINVAL
+        try:
+            yield number
+        finally:
+            if number is not None:
+                os.close(number)
 
     def commit(self) -> None:
         """The other slot becomes current."""
@@ -193,10 +401,18 @@ class DiskValue:
             return
         self._checksums, self._written = self._written, {}
         self._current = 1 - self._current
+        if self._wrote_directly:
+            self._wrote_directly = False
+            at = self._current * self._slot_bytes
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._file.number, at, self._slot_bytes, os.POSIX_FADV_DONTNEED)
         self._map(self.address, self._current)
 
     def complete(self) -> None:
-        """What the step has not written goes into the other slot as it is."""
+        """Writes are over; what the step has not written goes into the other slot as it is."""
+        for pending in self._writes:
+            pending.wait()
+        self._writes.clear()
         at = 0
         for start, length in [*sorted(self._written), (self.size_bytes, 0)] if self._written else []:
             while at < start:
@@ -209,20 +425,20 @@ class DiskValue:
             at = max(at, start + length)
 
     def abandon(self) -> None:
+        """The step counts for nothing. Nothing of it runs on."""
+        for pending in (*self._reads, *self._writes):
+            pending.settle()
+        self._reads.clear()
+        self._writes.clear()
         self._written = {}
+        self._wrote_directly = False
 
     def forget_checksums(self) -> None:
         self._checksums = {}
 
     def _require_file(self) -> None:
-        if not os.fstat(self._descriptor).st_nlink:
+        if not os.fstat(self._file.number).st_nlink:
             raise self._failed("use", "it was removed")
-
-    def _call(self, verb: str, function: Any, *args: Any) -> int:
-        try:
-            return int(function(self._descriptor, *args))
-        except OSError as error:
-            raise self._failed(verb, str(error.strerror)) from error
 
     def _failed(self, verb: str, why: str) -> OffloadError:
         return OffloadError(
