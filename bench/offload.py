@@ -4,8 +4,9 @@
 
 Every engine has a process of its own, because two do not fit into one host's memory: the same model, tokens,
 AdamW and clipping, steps timed by the clock from an idle device to an idle device. `compute` is forward and
-backward of the bf16 model with no optimizer: nobody can be faster without computing less. The bound of an
-engine is compute beside what has to cross the link to the host at its measured rate.
+backward of the bf16 model with no optimizer: nobody can be faster without computing less. "of the bound" is
+the time that the values at rest on the host need on the link, at the rate measured with copies both ways at
+once, as a share of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fullshard as fs
 import report
+from fullshard.host_memory import page_locked
 from fullshard.tools.simulation.models import blocks_of, subject
 from report import machine, markdown
 
@@ -62,6 +65,7 @@ ENGINES: dict[str, Any] = {
     "optimizer": "optimizer",
     "9 GiB": {"device": "9GiB"},
     "40 GiB": {"device": "40GiB"},
+    "disk": {"host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "FSDP2": None,
 }
 
@@ -75,6 +79,34 @@ class Figures:
     peak_gib: float
     host_gib: float
     start_s: float
+    link_s: float | None  # in a step, at the measured rate
+
+
+def link_rate() -> float:
+    """Bytes per second each way, with copies both ways at once."""
+    size, count = 64 * 2**20, 16
+    host, other = page_locked(size * count), page_locked(size * count)
+    device, back = (torch.empty(size * count, dtype=torch.uint8, device="cuda") for _ in range(2))
+    up, down = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for start in [*range(0, size * count, size)] * 4:
+        part = slice(start, start + size)
+        with torch.cuda.stream(up):
+            device[part].copy_(host[part], non_blocking=True)
+        with torch.cuda.stream(down):
+            other[part].copy_(back[part], non_blocking=True)
+    torch.cuda.synchronize()
+    return 4 * size * count / (time.perf_counter() - begun)
+
+
+def link_bytes(model: nn.Module) -> int:
+    """What crosses the link to the host in a step, in the direction that has more."""
+    resting = fs.plan(model).resting
+    if resting is None:
+        return 0
+    kinds = {kind: resting.bytes_at("host", kind) for kind in ("compute", "master", "gradients", "state")}
+    return sum(kinds.values()) + kinds["compute"]  # up: in forward and in backward
 
 
 def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
@@ -97,8 +129,6 @@ def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
         with torch.no_grad():
             model.apply(what.initialize)
     else:
-        import fullshard as fs
-
         given = ENGINES[engine]
         offload = fs.Offload(**given) if isinstance(given, dict) else given
         fs.shard(
@@ -129,6 +159,7 @@ def run(row: Row, engine: str, steps: int) -> Figures:
     if row.cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(row.cap_gib * 2**30 / total)
+    rate = link_rate()
     store = dist.HashStore()
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     begun = time.perf_counter()
@@ -148,7 +179,9 @@ def run(row: Row, engine: str, steps: int) -> Figures:
     loss = what.loss(model, batch).detach()
     shown = [median(column) for column in zip(*times[2:], strict=True)]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Figures(*shown, loss.item(), torch.cuda.max_memory_allocated() / 2**30, host / 2**30, start_s)
+    peak = torch.cuda.max_memory_allocated()
+    link_s = None if engine in ("compute", "FSDP2") else link_bytes(model) / rate
+    return Figures(*shown, loss.item(), peak / 2**30, host / 2**30, start_s, link_s)
 
 
 def one_step(model: nn.Module, what: Any, batch: Any, optimizer: Any) -> tuple[float, float, float]:
@@ -182,7 +215,7 @@ def in_process(row: str, engine: str, steps: int) -> Figures | None:
 def table(row: Row, found: dict[str, Figures]) -> str:
     rival = found.get("FSDP2")
     heads = ["engine", "ms/step", "times as fast as FSDP2", "clip ms", "optimizer ms", "tokens/s"]
-    heads += ["peak device GiB", "peak host GiB", "first step after s"]
+    heads += ["of the bound", "peak device GiB", "peak host GiB", "first step after s"]
     rows = [
         [
             engine,
@@ -191,6 +224,7 @@ def table(row: Row, found: dict[str, Figures]) -> str:
             f"{f.clip_s * 1e3:.1f}",
             f"{f.optimizer_s * 1e3:.0f}",
             f"{row.tokens / f.step_s:.0f}",
+            "-" if f.link_s is None else f"{f.link_s / f.step_s:.2f}",
             f"{f.peak_gib:.1f}",
             f"{f.host_gib:.1f}",
             f"{f.start_s:.0f}",

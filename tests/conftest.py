@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).resolve().parent
 # Tests are in folders by what they need; some take a model or a check from another folder's file.
@@ -23,6 +24,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 import warm  # noqa: E402 (found by the paths above)
 
 warm.session()  # before pytest-xdist starts its workers, which share this one's servers
+
+# Nothing depends on the speed of the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)

@@ -57,7 +57,7 @@ def homes(folder: Path) -> dict[str, Any]:
         "small chunks": fs.Offload(chunk=5000),
         "gradients alone": fs.Offload(kinds=("gradients",)),
         "some on the device": fs.Offload(device=2**21, chunk=30_000),
-        "disk": fs.Offload(host=2**21, disk=folder, chunk=30_000),
+        "disk": fs.Offload(host=2_500_000, disk=folder, chunk=30_000),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from fullshard.comm.groups import Comm
@@ -171,3 +172,9 @@ def watch_clipping() -> None:
     original = getattr(clip_grad, _GROUP, None)
     if original is not None and original.__module__ != __name__:
         setattr(clip_grad, _GROUP, _grouped(original))
+
+
+# Torch then asks for all norms in one call, and multiplies by the factor in another.
+_supported = getattr(_foreach_utils, "_foreach_supported_types", None)
+if isinstance(_supported, list) and AwayGradient not in _supported:
+    _supported.append(AwayGradient)

@@ -189,9 +189,14 @@ def _norm_call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if func is torch.linalg.norm and order is not None and gradient.dim() > 1:
         return refuse(func, args, kwargs)  # that is a matrix norm
     with plainly():
-        if gradient.part.requires_grad:
+        if _is_differentiable(gradient):
             return _differentiable_norm(gradient, _order(order), func, given.get("dtype"))
         return _local_norms([gradient], _order(order), given.get("dtype"))[0]
+
+
+def _is_differentiable(shard: GradShard) -> bool:
+    """Of a parameter in a penalty. An AwayGradient is not: its part is not brought here to ask."""
+    return not isinstance(shard, AwayGradient) and shard.part.requires_grad
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -264,7 +269,7 @@ def _reduction(combine: str) -> Callable[..., Any]:
                 return relabel(torch.add, func(*args, **kwargs), args, kwargs)
         if not isinstance(gradient, GradShard) or len(args) > 1 or set(options) - {"dtype"}:
             return refuse(func, args, kwargs)
-        if gradient.part.requires_grad and combine != "sum" and name_of(func) not in ("any", "all"):
+        if _is_differentiable(gradient) and combine != "sum" and name_of(func) not in ("any", "all"):
             return refuse(func, args, kwargs)  # its gradient is that of one element, on one rank
         with plainly():
             if name_of(func) in ("any", "all") and not gradient.part.numel():
