@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.gather import current_task
 from fullshard.engine.tensors import snapshot, tensors_in
+from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.unit import NO_TASK
 from fullshard.engine.writes import set_data
 from fullshard.errors import StateError
+from fullshard.host_memory import page_locked, unlocked
 
 MIN_BYTES = 2**20  # smaller inputs stay: a copy each way would take longer to start than to run
 _STAY = 2  # calls whose inputs have not left the device: backward starts with them
@@ -110,7 +112,7 @@ class HostKeeper:
 
     def __init__(self, device: torch.device, link: Link | None = None) -> None:
         self.device = device
-        self.link = _link(device) if link is None else link
+        self.link = Link(device) if link is None else link
         self._on_device: deque[weakref.ref[_HeldInHost]] = deque()
         self._last: weakref.ref[_HeldInHost] | None = None
         self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()  # by id
@@ -275,17 +277,20 @@ class _Copy:
 class Buffer:
     """Host memory for one tensor."""
 
-    def __init__(self, size_bytes: int, pinned: bool) -> None:
-        self.size_bytes = size_bytes
-        self.memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.read: Any = None  # the event of the last copy from here to the device
+    def __init__(self, memory: torch.Tensor, size_bytes: int) -> None:
+        self.memory, self.size_bytes = memory, size_bytes
+        self.used = Mark(None)  # behind the last copy from or to it
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.used.synchronize()  # the memory goes with it
 
 
 class Buffers:
     """Host buffers that steps use again: as many as were in use at once, each as large as something was."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
         self._free: list[Buffer] = []  # by size
         self.allocations = 0
 
@@ -296,7 +301,7 @@ class Buffers:
         if self._free:
             self._free.pop()  # too small: one that fits replaces it
         self.allocations += 1
-        return Buffer(size_bytes, self._pinned)
+        return Buffer(self._allocate(size_bytes), size_bytes)
 
     def give(self, buffer: Buffer) -> None:
         bisect.insort(self._free, buffer, key=_size)
@@ -305,79 +310,44 @@ class Buffers:
 _size = attrgetter("size_bytes")
 
 
-class Link(Protocol):
-    """Copies between a device and host buffers. One is over when `wait` for what it returned is."""
+class Copying(NamedTuple):
+    """A copy that may be on its way: where it is over, and where its device memory was allocated."""
 
-    alignment: int  # of new device memory, in bytes
-    buffers: Buffers
-
-    def down(self, tensor: torch.Tensor, buffer: Buffer) -> Any: ...
-
-    def up(self, buffer: Buffer, tensor: torch.Tensor) -> Any: ...
-
-    def wait(self, copy: Any) -> None: ...
+    mark: Mark
+    allocated: torch.cuda.Stream | None
 
 
-def _link(device: torch.device) -> Link:
-    return _Streams(device) if device.type == "cuda" else _Memory()
-
-
-class _Memory:
-    """Where the device is the host itself."""
-
-    alignment = 64
-
-    def __init__(self) -> None:
-        self.buffers = Buffers(pinned=False)
-
-    def down(self, tensor: torch.Tensor, buffer: Buffer) -> None:
-        flat = _flat(tensor)
-        _in(buffer, flat).copy_(flat)
-
-    def up(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        flat = _flat(tensor)
-        flat.copy_(_in(buffer, flat))
-
-    def wait(self, copy: None) -> None:
-        pass
-
-
-class _Streams:
-    """A GPU, with a stream for each direction."""
-
-    alignment = 512
+class Link:
+    """Copies between a device and host buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.buffers = Buffers(pinned=True)
-        self._device = device
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.device, on_gpu = device, device.type == "cuda"
+        self.alignment = 512 if on_gpu else 64  # of new device memory, in bytes
+        self.buffers = Buffers(page_locked if on_gpu else unlocked)
+        self._transfers = Transfers(device)
 
-    def down(self, tensor: torch.Tensor, buffer: Buffer) -> Any:
-        compute = torch.cuda.current_stream(self._device)
-        self._down.wait_stream(compute)
-        if buffer.read is not None:
-            self._down.wait_event(buffer.read)
+    def down(self, tensor: torch.Tensor, buffer: Buffer) -> Copying:
         flat = _flat(tensor)
-        with torch.cuda.stream(self._down):
+        with self._transfers.down(self._transfers.now(), buffer.used):
             _in(buffer, flat).copy_(flat, non_blocking=True)
-        return self._down.record_event(), compute
+            buffer.used = self._transfers.mark_down()
+        return Copying(buffer.used, self._compute())
 
-    def up(self, buffer: Buffer, tensor: torch.Tensor) -> Any:
-        compute = torch.cuda.current_stream(self._device)
-        self._up.wait_stream(compute)  # which has waited for the copy down
+    def up(self, buffer: Buffer, tensor: torch.Tensor) -> Copying:
         flat = _flat(tensor)
-        with torch.cuda.stream(self._up):
+        with self._transfers.up(self._transfers.now(), buffer.used):
             flat.copy_(_in(buffer, flat), non_blocking=True)
-        buffer.read = self._up.record_event()
-        return buffer.read, compute
+            buffer.used = self._transfers.mark_up()
+        return Copying(buffer.used, self._compute())
 
-    def wait(self, copy: Any) -> None:
-        event, allocates = copy
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(event)
-        if current != allocates:  # a graph may be dropped by other code than that which computes
-            allocates.wait_event(event)
+    def wait(self, copying: Copying) -> None:
+        """Computing waits, and so does whoever gets the device memory next."""
+        copying.mark.wait()
+        if copying.allocated is not None and copying.allocated != self._compute():
+            copying.mark.hold_up(copying.allocated)  # other code drops a graph than that which computes
+
+    def _compute(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

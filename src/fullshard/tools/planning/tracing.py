@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.engine.activations import Buffer, Buffers, DeviceKeeper, HostKeeper, Keeper, checkpointed
+from fullshard.engine.activations import (
+    Buffer,
+    Buffers,
+    Copying,
+    DeviceKeeper,
+    HostKeeper,
+    Keeper,
+    Link,
+    checkpointed,
+)
 from fullshard.engine.direct import MIN_BYTES
 from fullshard.option_table import CheckpointActivations
 from fullshard.plan.schedule import Call, Phase
@@ -250,34 +259,32 @@ class Trace:
     host_bytes: int  # inputs of blocks that wait in host memory
 
 
-class _Host(Buffers):
+class _Host(Link):
     """Host memory that is counted and not allocated, and copies that take no time."""
 
-    alignment = 1
-
     def __init__(self) -> None:
-        super().__init__(pinned=False)
-        self.buffers: Buffers = self
+        super().__init__(torch.device("meta"))
+        self.buffers: _Counted = _Counted()
+
+    def down(self, tensor: Tensor, buffer: Buffer) -> Copying:
+        return Copying(buffer.used, None)
+
+    def up(self, buffer: Buffer, tensor: Tensor) -> Copying:
+        return Copying(buffer.used, None)
+
+
+class _Counted(Buffers):
+    def __init__(self) -> None:
+        super().__init__(torch.empty)
         self._used = self.peak = 0
 
     def take(self, size_bytes: int) -> Buffer:
         self._used += size_bytes
         self.peak = max(self.peak, self._used)
-        buffer = Buffer(0, pinned=False)
-        buffer.size_bytes = size_bytes
-        return buffer
+        return Buffer(torch.empty(0), size_bytes)
 
     def give(self, buffer: Buffer) -> None:
         self._used -= buffer.size_bytes
-
-    def down(self, tensor: Tensor, buffer: Buffer) -> None:
-        pass
-
-    def up(self, buffer: Buffer, tensor: Tensor) -> None:
-        pass
-
-    def wait(self, copy: None) -> None:
-        pass
 
 
 class _Recomputed:
@@ -316,7 +323,7 @@ def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: Checkpoi
         meter.mark("backward", 0)
         returned_bytes = meter.live - buffer_bytes
         del returned
-    return Trace(meter.moments, buffer_bytes, returned_bytes, host.peak)
+    return Trace(meter.moments, buffer_bytes, returned_bytes, host.buffers.peak)
 
 
 class _Watch:
