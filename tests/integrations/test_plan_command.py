@@ -293,7 +293,8 @@ def test_seventy_billion_on_four_small_cards_is_refused_in_plain_words() -> None
     code, out, err = main("llama-3-70b", "--ranks", "4", "--memory", "24GiB")
     assert (code, err) == (1, "")
     assert "llama-3-70b does not train on 4 ranks of 24.0 GiB" in out
-    assert "offload to host memory or disk, which fullshard does not have yet" in out
+    assert "It would need more ranks, or offload." in out
+    assert "With --offload host and --checkpoint-activations zero3 fits: " in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("zero", "repl"))}
     assert set(rows) == {"replicate", "zero1", "zero2", "zero3"}
     assert {row[9] for row in rows.values()} == {"no"}

@@ -122,7 +122,7 @@ def choose(lanes: Sequence[LaneBytes], budget: Budget, more_hosts: bool = True) 
 
     `more_hosts`: on more of them, a rank would have less.
     """
-    homes, over = _placed(lanes, budget)
+    homes, over = placed(lanes, budget)
     if over <= 0:
         return homes
     assert budget.host is not None
@@ -142,7 +142,7 @@ def _remedies(lanes: Sequence[LaneBytes], budget: Budget, over: int, more_hosts:
     device = _smallest_device(lanes, budget)
     if device is not None:
         yield f"device='{size_option(device)}', where each rank's device has that much to spare"
-    homes, still_over = _placed(lanes, replace(budget, has_disk=True))
+    homes, still_over = placed(lanes, replace(budget, has_disk=True))
     if not budget.has_disk and still_over <= 0:
         files = usage(lanes, homes)["disk"] * DISK_SLOTS * budget.node_ranks
         yield f"disk=FOLDER, with {size(files)} free for a host"
@@ -153,18 +153,18 @@ def _remedies(lanes: Sequence[LaneBytes], budget: Budget, over: int, more_hosts:
 def _smallest_device(lanes: Sequence[LaneBytes], budget: Budget) -> int | None:
     """A device budget with which the host's is enough, at most a thousandth above the smallest."""
     low, high = budget.device, sum(lane.total for lane in lanes)
-    if low is None or _placed(lanes, replace(budget, device=high))[1] > 0:
+    if low is None or placed(lanes, replace(budget, device=high))[1] > 0:
         return None
     while high - low > max(1, high // 1024):
         middle = (low + high) // 2
-        if _placed(lanes, replace(budget, device=middle))[1] > 0:
+        if placed(lanes, replace(budget, device=middle))[1] > 0:
             low = middle
         else:
             high = middle
     return high
 
 
-def _placed(lanes: Sequence[LaneBytes], budget: Budget) -> tuple[list[LaneHomes], int]:
+def placed(lanes: Sequence[LaneBytes], budget: Budget) -> tuple[list[LaneHomes], int]:
     """Homes, and the bytes by which a rank then exceeds its share of the host's memory."""
     away: list[list[str]] = [[] for _ in lanes]
     if budget.device is not None:
@@ -247,13 +247,18 @@ def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place,
 
 
 def slab_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
-    """Device memory that a streamed step works in: a chunk of each kind of value, SLAB_SETS times."""
-    largest = 0.0
+    """Device memory of a streamed step: for each kind that rests elsewhere a chunk, SLAB_SETS times."""
+    by_kind: dict[str, int] = {}  # bytes per element
+    num_elements = 0
     for lane, home in zip(lanes, homes, strict=True):
-        if home.streams_steps and lane.gradients:
-            kinds = KINDS if lane.master else ("compute", "gradients", "state")
-            largest = max(largest, _bytes(lane, kinds) * min(1.0, chunk / lane.num_elements))
-    return SLAB_SETS * ceil(largest)
+        if not (home.streams_steps and lane.gradients):
+            continue
+        num_elements = max(num_elements, min(chunk, lane.num_elements))
+        for kind, place, num_bytes in held(lane, home):
+            name = kind if lane.master or kind != "compute" else "master"  # one shard for both
+            if place != "device":
+                by_kind[name] = max(by_kind.get(name, 0), num_bytes // lane.num_elements)
+    return SLAB_SETS * num_elements * sum(by_kind.values())
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from fullshard.option_table import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import (
+    OFFLOAD,
     TRAINING,
     AsJson,
     CheckpointActivations,
+    HostLink,
     Listing,
     NodeRanks,
     OffloadActivations,
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from fullshard.tools.planning.adapters import Adapters
     from fullshard.tools.planning.answers import Answer
     from fullshard.tools.planning.needs import Need
+    from fullshard.tools.planning.offloading import Request
     from fullshard.tools.planning.subjects import Subject
+    from fullshard.tools.planning.transfers import Transfers
 
 
 def _plan(
@@ -121,6 +125,48 @@ def _plan(
             rich_help_panel=TRAINING,
         ),
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="host|optimizer|auto",
+            callback=one_of("--offload", ("host", "optimizer", "auto")),
+            help="What may rest in host memory: everything, what only the optimizer needs, or what does not "
+            "fit on the device (auto, the default with --host-memory).",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Memory of one host, which its ranks share (--node-ranks; without it all).",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            "--disk", metavar="SIZE", help="Disk of one host, for what exceeds that.", rich_help_panel=OFFLOAD
+        ),
+    ] = None,
+    host_link: HostLink = None,
+    disk_link: Annotated[
+        str | None,
+        typer.Option(
+            "--disk-link",
+            metavar="RATE",
+            help="Of a host's disk (reads 3.7GB/s, writes 1.8GB/s).",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
+    flops: Annotated[
+        str | None,
+        typer.Option(
+            "--flops", metavar="RATE", help="That one device reaches: 400TFLOP/s.", rich_help_panel=OFFLOAD
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> int:
     if sizes:
@@ -141,6 +187,7 @@ def _plan(
         accumulate=accumulate,
         spare=spare / 100,
         adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
+        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops),
     )
     result = answer(_subject(model, batch, sequence), question)
     if json:
@@ -159,6 +206,37 @@ def _adapters(rank: int | None, targets: str | None, base_dtype: str, given: boo
         option = "--lora-targets" if targets is not None else "--base-dtype"
         raise OptionError(f"{option} is for --lora", "Give the rank of the adapters: --lora 16.")
     return None
+
+
+def _offload(
+    how: str | None,
+    host: str | None,
+    disk: str | None,
+    links: tuple[str | None, str | None],
+    flops: str | None,
+) -> Request | None:
+    from fullshard.tools.planning.offloading import Request
+    from fullshard.tools.planning.transfers import Rates
+    from fullshard.tools.simulation.network import bandwidth, flop_rate
+
+    if how is None and host is None:
+        given = {"--disk": disk, "--host-link": links[0], "--disk-link": links[1], "--flops": flops}
+        for option in (name for name, value in given.items() if value is not None):
+            raise OptionError(f"{option} is for --offload", "Give --offload host, or --host-memory.")
+        return None
+    rates = Rates()
+    if links[0] is not None:
+        rates = rates.with_link(bandwidth(links[0]))
+    if links[1] is not None:
+        rates = rates.with_disk(bandwidth(links[1]))
+    remedy = "Write it as 512GiB or 2TB."
+    return Request(
+        how or "auto",
+        None if host is None else parse_size(host, "--host-memory", remedy),
+        None if disk is None else parse_size(disk, "--disk", remedy),
+        rates,
+        None if flops is None else flop_rate(flops),
+    )
 
 
 def _strategies(names: list[str] | None, node_ranks: int | None) -> tuple[str, ...]:
@@ -223,8 +301,20 @@ def _gib(num_bytes: int) -> str:
 
 
 def _row(result: Answer, one: Need) -> tuple[str, ...]:
-    parts = (one.parameters, one.gradients, one.optimizer, one.rest, one.full, one.sending, one.activations)
-    return (one.strategy, *map(_gib, (*parts, one.peak)), "yes" if result.fits(one) else "no", one.moment)
+    parts = [one.parameters, one.gradients, one.optimizer, one.rest, one.full, one.sending, one.activations]
+    if one.resting is not None:
+        parts.insert(4, one.slabs)
+    return (one.strategy, *map(_gib, (*parts, one.peak)), _fits(result, one), one.moment)
+
+
+def _fits(result: Answer, one: Need) -> str:
+    from fullshard.tools.planning.offloading import shortage
+
+    if result.fits(one):
+        return "yes"
+    if one.peak > result.question.room_bytes or result.question.offload is None:
+        return "no"
+    return f"no: {shortage(one, result.question.offload)}"
 
 
 def _print(result: Answer) -> None:
@@ -240,7 +330,7 @@ def _print(result: Answer) -> None:
         f"{_gib(question.memory_bytes)} GiB; {question.precision}, {question.optimizer}, "
         f"{result.subject.batch}{more}\nGiB per rank, from one step of {result.subject.traced}:\n"
     )
-    head = (
+    head = [
         "strategy",
         "parameters",
         "gradients",
@@ -252,17 +342,26 @@ def _print(result: Answer) -> None:
         "peak",
         "fits",
         "worst moment",
-    )
+    ]
+    if question.offload is not None:
+        head.insert(5, "slabs")
     styles = ["green" if result.fits(one) else "red" for one in result.needs]
-    table(head, [_row(result, one) for one in result.needs], styles, left=(0, 10))
+    table(head, [_row(result, one) for one in result.needs], styles, left=(0, len(head) - 1))
     print(
         f"\nActivations: {_gib(result.saved_bytes)} saved by the blocks, {_gib(result.loss_bytes)} more for "
         f"logits, loss and temporaries.\n{_in_host(result)}{_returned(result)}"
         "Full values, gradients in flight and activations are those of the worst moment. A strategy fits\n"
         f"if its peak leaves {question.spare:.0%} of the memory free."
     )
+    if question.offload is not None:
+        _print_homes(result, question.offload)
     best = result.best
-    if best is not None:
+    if best is not None and question.offload is not None:
+        print(
+            f"\n{best.strategy} fits, and of those that fit moves and sends least: {_gib(best.peak)} of "
+            f"{_gib(question.memory_bytes)} GiB at the peak ({best.moment})."
+        )
+    elif best is not None:
         print(
             f"\n{best.strategy} fits, and sends least of those that fit: {_gib(best.peak)} of "
             f"{_gib(question.memory_bytes)} GiB at the peak ({best.moment})."
@@ -277,6 +376,69 @@ def _in_host(result: Answer) -> str:
     return f"Inputs of blocks take {_gib(result.host_bytes)} of host memory per rank.\n"
 
 
+def _print_homes(result: Answer, request: Request) -> None:
+    """Where values rest with the best strategy, what a step moves, and how long that takes."""
+    from fullshard.tools.planning.offloading import as_option
+
+    one = result.best or next((one for one in result.needs if one.strategy == "zero3"), result.needs[-1])
+    ranks = result.question.host_ranks
+    host = f"host of {ranks} ranks" if ranks > 1 else "host of one rank"
+    print(f"\nAt rest with {one.strategy}, GiB per rank and per {host}:\n")
+    head = "home", "compute", "masters", "gradients", "state", "rank", "host", "of"
+    table(head, _home_rows(one, request))
+    if one.transfers is not None and any(vars(one.transfers).values()):
+        _print_transfers(result, one.transfers, request)
+    if result.best is not None:
+        print(f"\nIn a script: fs.shard(model, strategy={one.strategy!r}, offload={as_option(one, request)})")
+
+
+def _home_rows(one: Need, request: Request) -> list[tuple[str, ...]]:
+    from fullshard.plan.homes import KINDS, PLACES
+
+    resting = one.resting
+    assert resting is not None
+    together = {"device": "", "host": _gib(resting.host_bytes), "disk": _gib(resting.disk_bytes)}
+    limits = {"device": 0, "host": request.host_bytes, "disk": request.disk_bytes}
+    rows = []
+    for place in PLACES:
+        each = [resting.bytes_at(place, kind) for kind in KINDS]
+        limit = limits[place]
+        shown = "" if place == "device" else "no limit" if limit is None else _gib(limit)
+        if place != "disk" or limit is not None:
+            rows.append((place, *map(_gib, each), _gib(sum(each)), together[place], shown))
+    return rows
+
+
+def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None:
+    from fullshard.tools.planning.offloading import ASSUMED_FLOPS
+
+    rates, ranks = request.rates, result.question.host_ranks
+    pass_s, step_s = moved.pass_s(rates, ranks), moved.step_s(rates, ranks)
+    passes = moved.pass_up, moved.pass_down, moved.pass_read, 0
+    steps = moved.step_up, moved.step_down, moved.step_read, moved.step_written
+    disk = f"; a host's disk reads {rates.disk_read / 1e9:g} and writes {rates.disk_write / 1e9:g} GB/s"
+    print(
+        f"\nMoved per rank and step, GiB. A device and its host exchange {rates.link_one_way / 1e9:g} GB/s "
+        f"one way,\n{rates.link_each_way / 1e9:g} each way at once{disk if moved.step_read else ''}.\n"
+    )
+    rows = [
+        ("forward and backward", *map(_gib, passes), f"{pass_s:.3f}"),
+        ("optimizer step", *map(_gib, steps), f"{step_s:.3f}"),
+    ]
+    table(("", "to the device", "from it", "from disk", "to disk", "seconds"), rows)
+    flops = request.flops or ASSUMED_FLOPS
+    compute_s, rate = result.count_flop() / flops, f"{flops / 1e12:g} TFLOP/s per rank"
+    if request.flops is not None:
+        least_s = max(compute_s, pass_s) + step_s
+        print(f"\nComputing takes {compute_s:.3f} s at {rate}: a step takes at least {least_s:.3f} s.")
+    if result.subject.tokens and pass_s:
+        tokens = f"{pass_s / compute_s * result.subject.tokens:,.0f}"
+        print(
+            f"\nAt {rate}, forward and backward compute for longer than they move from\n"
+            f"about {tokens} tokens per rank and step on."
+        )
+
+
 def _returned(result: Answer) -> str:
     if result.returned_bytes < 2**20:  # a loss alone
         return ""
@@ -287,7 +449,8 @@ def _returned(result: Answer) -> str:
 
 
 def _as_json(result: Answer) -> dict[str, Any]:
-    question = result.question
+    question, request = result.question, result.question.offload
+    flops = None if request is None else request.flops
     return {
         "model": result.subject.name,
         "parameters": result.num_parameters,
@@ -302,6 +465,7 @@ def _as_json(result: Answer) -> dict[str, Any]:
         "checkpoint_activations": question.recompute,
         "accumulate": question.accumulate,
         "node_ranks": question.node_ranks,
+        "offload": None if request is None else asdict(request),
         "traced": result.subject.traced,
         "block_activation_bytes": result.saved_bytes,
         "loss_bytes": result.loss_bytes,
@@ -320,11 +484,32 @@ def _as_json(result: Answer) -> dict[str, Any]:
                 "peak_bytes": one.peak,
                 "peak_moment": one.moment,
                 "sent_bytes_per_step": one.sent_bytes,
+                **_homes_json(result, one),
             }
             for one in result.needs
         },
         "best": None if result.best is None else result.best.strategy,
         "advice": list(result.advice),
+        **({} if flops is None else {"compute_s": result.count_flop() / flops}),
+    }
+
+
+def _homes_json(result: Answer, one: Need) -> dict[str, Any]:
+    from fullshard.plan.homes import KINDS, PLACES
+
+    resting, request = one.resting, result.question.offload
+    if resting is None or one.transfers is None or request is None:
+        return {}
+    ranks = result.question.host_ranks
+    return {
+        "slab_bytes": one.slabs,
+        "homes": {place: {kind: resting.bytes_at(place, kind) for kind in KINDS} for place in PLACES},
+        "host_bytes": resting.host_bytes,
+        "disk_bytes": resting.disk_bytes,
+        "device_budget_bytes": resting.budget.device,
+        "moved_bytes_per_step": asdict(one.transfers),
+        "pass_transfer_s": one.transfers.pass_s(request.rates, ranks),
+        "step_transfer_s": one.transfers.step_s(request.rates, ranks),
     }
 
 
@@ -348,6 +533,8 @@ examples:
   fullshard plan --list
   fullshard plan llama-3-8b --ranks 8 --memory 80GiB --batch 2 --sequence 4096
   fullshard plan llama-3-70b --ranks 4 --memory 24GiB      exit code 1: it does not fit
+  fullshard plan llama-3-70b --ranks 4 --memory 24GiB --checkpoint-activations \\
+      --host-memory 512GiB --disk 2TiB                     some of it on the host and on disk
   fullshard plan llama-3-70b --ranks 2 --memory 48GiB --lora 16 --base-dtype nf4
   fullshard plan path/to/config.json --memory 24GiB --checkpoint-activations
   fullshard plan my_model.py:make --ranks 2 --json | jq .strategies.zero3.peak_bytes

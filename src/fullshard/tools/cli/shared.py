@@ -9,7 +9,7 @@ import typer
 
 from fullshard.tools.cli.values import one_of, switch
 
-CLUSTER, TRAINING = "The cluster", "The training"  # headings of the help
+CLUSTER, TRAINING, OFFLOAD = "The cluster", "The training", "Offload"  # headings of the help
 
 Ranks = Annotated[
     int,
@@ -19,6 +19,15 @@ NodeRanks = Annotated[
     int | None,
     typer.Option(
         "--node-ranks", metavar="N", help="Ranks per node, for two levels.", rich_help_panel=CLUSTER
+    ),
+]
+HostLink = Annotated[
+    str | None,
+    typer.Option(
+        "--host-link",
+        metavar="RATE",
+        help="Between a device and its host, one way: 25GB/s.",
+        rich_help_panel=OFFLOAD,
     ),
 ]
 CheckpointActivations = Annotated[bool, switch("checkpoint_activations", TRAINING)]

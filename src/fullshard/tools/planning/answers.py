@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from fullshard.byte_sizes import size
+from fullshard.byte_sizes import size, size_option
 from fullshard.errors import OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.units import find_units
 from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
+from fullshard.tools.planning.offloading import Request, placed_need, shortage
 from fullshard.tools.planning.subjects import Subject
 from fullshard.tools.planning.tracing import trace
 
@@ -37,6 +41,7 @@ class Question:
     on_gpu: bool = True
     spare: float = SPARE
     adapters: Adapters | None = None  # None: every parameter trains
+    offload: Request | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -50,7 +55,7 @@ class Question:
         if not 0 <= self.spare < 1:
             raise OptionError(f"{self.spare:.0%} of the memory to spare", "Give 0 to 99 percent.")
         inner = self.node_ranks
-        if inner is not None and "hybrid" not in self.strategies:
+        if inner is not None and "hybrid" not in self.strategies and self.offload is None:
             raise OptionError(
                 f"nodes of {inner} ranks matter only to hybrid, which is not among the strategies",
                 "Leave out --node-ranks, or add --strategy hybrid.",
@@ -65,6 +70,16 @@ class Question:
     @property
     def room_bytes(self) -> int:
         return round(self.memory_bytes * (1 - self.spare))
+
+    @property
+    def host_ranks(self) -> int:
+        """Ranks that share the memory of a host."""
+        return self.node_ranks or self.ranks
+
+    def fits(self, one: Need) -> bool:
+        if one.peak > self.room_bytes:
+            return False
+        return self.offload is None or shortage(one, self.offload) is None
 
     def options(self, strategy: str) -> Options:
         return parse(
@@ -95,13 +110,31 @@ class Answer:
     advice: tuple[str, ...]
 
     def fits(self, one: Need) -> bool:
-        return one.peak <= self.question.room_bytes
+        return self.question.fits(one)
 
     @property
     def best(self) -> Need | None:
-        """Of those that fit, the one that sends least."""
+        """Of those that fit, the one that moves for the shortest time, and then the one that sends least."""
         fitting = [one for one in self.needs if self.fits(one)]
-        return min(fitting, key=lambda one: (one.sent_bytes, one.peak), default=None)
+        return min(fitting, key=lambda one: (self.moving_s(one), one.sent_bytes, one.peak), default=None)
+
+    def count_flop(self) -> float:
+        """Floating point operations of one rank's step; those of a backward are twice those of the forward.
+
+        Of a frozen base they are as many: only the gradients of its inputs are computed.
+        """
+        model, question = _model(self.subject, self.question)[0], self.question
+        compute = question.options("zero3").precision.compute
+        with in_compute_dtype(model, compute), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.subject.run(model)
+        passes = (3 if question.adapters is None else 2) + (1 if question.recompute else 0)
+        return float(passes * counter.get_total_flops())
+
+    def moving_s(self, one: Need) -> float:
+        """Between homes, per step."""
+        if one.transfers is None or self.question.offload is None:
+            return 0.0
+        return one.transfers.seconds(self.question.offload.rates, self.question.host_ranks)
 
 
 def answer(subject: Subject, question: Question) -> Answer:
@@ -133,8 +166,12 @@ def _model(subject: Subject, question: Question) -> tuple[nn.Module, int]:
 
 
 def _need(step: Step, question: Question, strategy: str) -> Need:
-    sharing = question.sharing(strategy)
-    return need(step, sharing, question.options(strategy), question.ranks // sharing)
+    sharing, request = question.sharing(strategy), question.offload
+    needed = partial(need, step, sharing, question.options(strategy), question.ranks // sharing)
+    if request is None:
+        return needed()
+    budget = request.budget(question.spare, question.host_ranks, step.trace.host_bytes)
+    return placed_need(request, budget, question.room_bytes, lambda some: needed(budget=some))
 
 
 def _step(model: nn.Module, subject: Subject, question: Question) -> Step:
@@ -156,30 +193,84 @@ def _advice(answer: Answer, step: Step) -> list[str]:
     question, name = answer.question, answer.subject.name
     least = min(answer.needs, key=lambda one: one.peak)
     have = f"{question.ranks} ranks of {size(question.memory_bytes)}"
+    if least.peak <= question.room_bytes:
+        return _host_advice(answer, step)
     lines = []
+    away = "" if question.offload is None else f", --offload {question.offload.how}"
     if least.rest > question.room_bytes:
         lines.append(
-            f"{name} does not train on {have}: parameters, gradients and optimizer state alone take "
-            f"{size(least.rest)} of each with {least.strategy}. It would need more ranks, or offload to host "
-            "memory or disk, which fullshard does not have yet."
+            f"{name} does not train on {have}{away}: parameters, gradients and optimizer state alone take "
+            f"{size(least.rest)} of each with {least.strategy}. It would need more ranks, or offload."
         )
     else:
         lines.append(
-            f"{name} does not train on {have} with these options: {least.strategy} takes "
+            f"{name} does not train on {have} with these options{away}: {least.strategy} takes "
             f"{size(least.rest)} at rest and {size(least.peak)} at the peak ({least.moment})."
         )
+    lines += _offload_line(question, step)
     fewest = _fewest(step, question)
     lines.append(_ranks_line("With these options", fewest, question))
     if not question.recompute:
         again = replace(question, recompute=True)
         other = _step(_model(answer.subject, again)[0], answer.subject, again)
         here = _need(other, again, "zero3")
-        if here.peak <= question.room_bytes:
+        if again.fits(here):
             lines.append(f"With --checkpoint-activations zero3 fits here: {size(here.peak)} at the peak.")
         else:
             lines.append(_ranks_line("With --checkpoint-activations", _fewest(other, again), question))
+            lines += _offload_line(again, other, " and --checkpoint-activations")
     if fewest is None:
         lines.append("Fewer tokens per rank help: smaller --batch or --sequence.")
+    return lines
+
+
+def _offload_line(question: Question, step: Step, more: str = "") -> list[str]:
+    """Whether offload would be enough, where it was not requested."""
+    if question.offload is not None and question.offload.how != "optimizer":
+        return []
+    one = _need(step, replace(question, offload=Request("host")), "zero3")
+    if one.peak > question.room_bytes or one.resting is None:
+        return []
+    host = size(_host_memory(one, question, step))
+    return [
+        f"With --offload host{more} zero3 fits: {size(one.peak)} at the peak, and {host} of host memory for "
+        f"{_ranks_of_a_host(question)}."
+    ]
+
+
+def _host_memory(one: Need, question: Question, step: Step) -> int:
+    """What a host must have for these homes, and for inputs of blocks."""
+    assert one.resting is not None
+    needed = one.resting.host_bytes + question.host_ranks * step.trace.host_bytes
+    return ceil(needed / (1 - question.spare))
+
+
+def _ranks_of_a_host(question: Question) -> str:
+    return f"the {question.host_ranks} ranks of a host" if question.host_ranks > 1 else "the rank"
+
+
+def _host_advice(answer: Answer, step: Step) -> list[str]:
+    """It fits on the device, but not in the memory of its host."""
+    question, request = answer.question, answer.question.offload
+    assert request is not None
+    one = next((one for one in answer.needs if one.strategy == "zero3"), answer.needs[-1])
+    assert one.resting is not None
+    missing, where = shortage(one, request), _ranks_of_a_host(question)
+    if missing == "disk":
+        needed = size_option(one.resting.disk_bytes)
+        lines = [f"With {one.strategy}, {where} would need --disk {needed}: every value has two slots there."]
+    else:
+        needed = size_option(_host_memory(one, question, step))
+        lines = [f"With {one.strategy}, {where} would need --host-memory {needed}."]
+    if request.disk_bytes is None:
+        with_disk = replace(question, offload=replace(request, disk_bytes=2**60))
+        other = _need(step, with_disk, one.strategy)
+        if with_disk.fits(other) and other.resting is not None:
+            disk = size_option(other.resting.disk_bytes)
+            lines.append(f"With --disk {disk}, what the host cannot hold would rest there.")
+    fewest = _fewest(step, question)
+    if fewest is not None:
+        lines.append(f"With hosts like this one, zero3 fits on {fewest} ranks or more.")
     return lines
 
 
@@ -191,18 +282,21 @@ def _ranks_line(how: str, fewest: int | None, question: Question) -> str:
 
 
 def _fewest(step: Step, question: Question) -> int | None:
-    """The smallest number of ranks on which zero3 fits; None if there is none."""
-    peak = partial(need, step, options=question.options("zero3"))
+    """The smallest number of ranks on which zero3 fits, with offload of entire hosts; None: there is none."""
+    each = 1 if question.offload is None else question.host_ranks
+
+    def fits(hosts: int) -> bool:
+        inner = None if question.offload is None else each
+        other = replace(question, ranks=hosts * each, node_ranks=inner, strategies=("zero3",))
+        return other.fits(_need(step, other, "zero3"))
+
     high = 1
-    while peak(ranks=high).peak > question.room_bytes:
+    while not fits(high):
         high *= 2
-        if high > _MOST_RANKS:
+        if high * each > _MOST_RANKS:
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        if peak(ranks=middle).peak > question.room_bytes:
-            low = middle
-        else:
-            high = middle
-    return high
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * each

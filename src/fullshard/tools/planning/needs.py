@@ -2,7 +2,9 @@
 
 At rest it holds parameters, gradients and optimizer state, as `fs.plan` divides them. At a moment of a step
 it holds besides: the full values that the schedule has at that moment; buffers of gradients in flight;
-activations and temporaries, as `tracing` measured them; on a GPU, cuBLAS's workspaces.
+activations and temporaries, as `tracing` measured them; on a GPU, cuBLAS's workspaces. With offload it holds
+what rests on the device alone, the slabs of a streamed step, and copies of what is on its way to or from the
+host.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from itertools import takewhile
 import torch
 from torch import nn
 
+from fullshard.engine.transfers import HELD
+from fullshard.offload import Offload
 from fullshard.options import Options
+from fullshard.plan.homes import KINDS, STATES, Budget, LaneBytes, Resting, bytes_of, placed
 from fullshard.plan.plan import Plan, plan_of
 from fullshard.plan.schedule import Call, in_flight_limit
 from fullshard.plan.units import Unit
 from fullshard.tools.planning.tracing import Trace, direct_weights
+from fullshard.tools.planning.transfers import Transfers, transfers_of
 
 # Values that an optimizer keeps per element of a parameter, and temporaries of its step per element on a GPU,
 # where torch works on lists of tensors.
@@ -52,6 +58,9 @@ class Need:
     activations: int
     moment: str
     sent_bytes: int  # between ranks, per step
+    slabs: int = 0
+    resting: Resting | None = None  # with offload
+    transfers: Transfers | None = None
 
     @property
     def rest(self) -> int:
@@ -59,7 +68,7 @@ class Need:
 
     @property
     def peak(self) -> int:
-        return self.rest + self.full + self.sending + self.activations
+        return self.rest + self.slabs + self.full + self.sending + self.activations
 
 
 @dataclass(frozen=True)
@@ -106,35 +115,65 @@ class Step:
         return path
 
 
-def need(step: Step, ranks: int, options: Options, replicas: int = 1) -> Need:
-    """`ranks` share one copy of the model; with hybrid they are those of a node, and `replicas` the nodes."""
+def need(step: Step, ranks: int, options: Options, replicas: int = 1, budget: Budget | None = None) -> Need:
+    """`ranks` share one copy of the model; with hybrid they are those of a node, and `replicas` the nodes.
+
+    `budget`: with offload, for values at rest. Whether the host has enough for them is for the caller to see.
+    """
     options = replace(options, on_gpu=step.on_gpu)
     plan = plan_of(step.units, ranks, options, step.path)
+    if budget is not None:
+        lanes = tuple(bytes_of(x, options.replicated) for unit in plan.units for x in unit.lanes)
+        plan = replace(plan, resting=Resting(lanes, tuple(placed(lanes, budget)[0]), budget, Offload.chunk))
+    rest = _at_rest(step, plan, replicas)
+    return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
+
+
+def _at_rest(step: Step, plan: Plan, replicas: int) -> Need:
+    """What one rank has on its device between passes, and in the optimizer's step."""
     kept_values, made_values = OPTIMIZERS[step.optimizer]
-    made_bytes = made_values * plan.gradient_bytes if step.on_gpu else 0
-    rest = Need(
-        options.strategy,
-        ranks,
-        plan.parameter_bytes,
-        plan.gradient_bytes,
-        kept_values * plan.gradient_bytes,
+    resting = plan.resting
+    held = plan.parameter_bytes, plan.gradient_bytes, kept_values * plan.gradient_bytes
+    stepped = plan.gradient_bytes  # at the same time
+    slabs, transfers = 0, None
+    if resting is not None:
+        compute, master, gradients, state = (resting.bytes_at("device", kind) for kind in KINDS)
+        held = compute + master, gradients, kept_values * state // STATES
+        lanes = list(zip(resting.lanes, resting.homes, strict=True))
+        stepped = sum(lane.gradients for lane, homes in lanes if not homes.streams_steps)
+        streamed = [_chunk_bytes(lane, resting) for lane, homes in lanes if homes.streams_steps]
+        stepped += max(streamed, default=0)
+        slabs = resting.slab_bytes
+        units = zip(plan.units, plan.schedule.gathers, strict=True)
+        gathers = [count for unit, count in units for _ in unit.lanes]
+        moved = [replace(lane, state=kept_values * lane.state // STATES) for lane in resting.lanes]
+        transfers = transfers_of(replace(resting, lanes=tuple(moved)), gathers)
+    made_bytes = made_values * stepped if step.on_gpu else 0
+    return Need(
+        plan.strategy,
+        plan.ranks,
+        *held,
         0,
         0,
         made_bytes + step.trace.buffer_bytes + step.trace.returned_bytes + step.workspace_bytes,
         "the optimizer's step",
         plan.wire_bytes_per_step + round(2 * plan.gradient_bytes * (replicas - 1) / replicas),
+        slabs,
+        resting,
+        transfers,
     )
-    return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
+
+
+def _chunk_bytes(lane: LaneBytes, resting: Resting) -> int:
+    """Gradients of one chunk of a streamed step."""
+    return round(lane.gradients * min(1.0, resting.chunk / max(1, lane.num_elements)))
 
 
 def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[Need]:
     lanes = [lane for unit in plan.units for lane in unit.lanes]
-    # Replicated parameters that rest in the compute dtype are computed with as they rest.
-    own = [
-        sum(x.full_bytes for x in unit.lanes if not options.replicated or x.dtypes.rest != x.dtypes.compute)
-        for unit in plan.units
-    ]
+    own = _full_bytes(plan, options.replicated)
     full = [sum(own[unit] for unit in units) for units in plan.schedule.full_at(step.calls)]
+    staged = _staged_bytes(plan)
     accumulation = 0
     if step.accumulates_locally and options.accumulates_locally:
         accumulation = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes if lane.trainable)
@@ -144,8 +183,40 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[N
         phase, unit, _ = moment.call
         label = f"{phase} of {'the loss' if position == turn else step.units[unit].name or 'the root'}"
         for sent, live in zip(sending[position], (moment.peak_bytes, moment.end_bytes), strict=True):
-            here = replace(rest, full=full[position], sending=sent + accumulation, moment=label)
+            here = replace(rest, full=full[position], sending=sent + accumulation + staged, moment=label)
             yield replace(here, activations=live + step.workspace_bytes)
+
+
+def _full_bytes(plan: Plan, replicated: bool) -> list[int]:
+    """By unit. Replicated parameters that rest in the compute dtype are computed with as they rest."""
+    away = iter([False] * sum(len(unit.lanes) for unit in plan.units))
+    if plan.resting is not None:
+        away = iter([homes.master != "device" for homes in plan.resting.homes])
+    return [
+        sum(
+            lane.full_bytes
+            for lane, is_away in zip(unit.lanes, away, strict=False)
+            if is_away or not replicated or lane.dtypes.rest != lane.dtypes.compute
+        )
+        for unit in plan.units
+    ]
+
+
+def _staged_bytes(plan: Plan) -> int:
+    """A copy on the device of a compute shard on its way up."""
+    if plan.resting is None:
+        return 0
+    lanes = zip(plan.resting.lanes, plan.resting.homes, strict=True)
+    return max((lane.compute for lane, homes in lanes if homes.compute != "device"), default=0)
+
+
+def _landing_bytes(plan: Plan) -> list[list[int]]:
+    """By unit, the gradient shards that leave the device in backward, one number per lane."""
+    if plan.resting is None:
+        return [[] for _ in plan.units]
+    lanes = zip(plan.resting.lanes, plan.resting.homes, strict=True)
+    leaving = iter([lane.gradients if homes.gradients != "device" else 0 for lane, homes in lanes])
+    return [[next(leaving) for _ in unit.lanes] for unit in plan.units]
 
 
 def _sending(step: Step, plan: Plan) -> list[tuple[int, int]]:
@@ -157,6 +228,7 @@ def _sending(step: Step, plan: Plan) -> list[tuple[int, int]]:
     trained = [[lane for lane in unit.lanes if lane.trainable] for unit in plan.units]
     packed = [[lane.layout.total * lane.dtypes.packed.itemsize for lane in lanes] for lanes in trained]
     received = [[lane.wire_bytes if plan.ranks > 1 else 0 for lane in lanes] for lanes in trained]
+    landing, leaving = _landing_bytes(plan), [0]  # with offload: gradient shards on their way to the host
     direct = [bool(weights) for weights in direct_weights(step.units)]
     flying: list[tuple[int, int]] = []  # exchanges in flight: bytes packed, and received
     sending = []
@@ -164,10 +236,12 @@ def _sending(step: Step, plan: Plan) -> list[tuple[int, int]]:
         if phase == "forward":
             sending.append((0, 0))
             continue
-        others = sum(map(sum, flying))
+        others = sum(map(sum, flying)) + sum(leaving)
         own = sum(packed[unit]) if unit or done else 0
         early = own if direct[unit] else 0  # its buffer is open before the products that write into it
         sending.append((others + early, others + (own if done else early)))
+        if done:
+            leaving = [*leaving, *landing[unit]][-(HELD + 1) :]
         for exchange in zip(packed[unit], received[unit], strict=True) if done else ():
             flying = [*flying[max(0, len(flying) + 1 - in_flight_limit(exchange[0])) :], exchange]
     return sending

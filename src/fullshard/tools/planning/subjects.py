@@ -43,6 +43,7 @@ class Subject:
     run: Run
     batch: str
     traced: str  # the model whose step is traced, in words
+    tokens: int | None = None  # of one rank and step; None: not known
 
 
 def find(name: str, batch: Batch) -> Subject:
@@ -104,7 +105,8 @@ def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
         return out[0], out
 
     build = partial(_on_meta, partial(Decoder, shape), shape.context, length)
-    return Subject(name, build, run, _described(batch, length), _OWN_DECODER)
+    tokens = batch.sequences * length
+    return Subject(name, build, run, _described(batch, length), _OWN_DECODER, tokens)
 
 
 def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
@@ -125,7 +127,8 @@ def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
         return out.loss, out
 
     traced = f"the model that transformers {transformers.__version__} builds"
-    return Subject(name, partial(_on_meta, build, context, length), run, _described(batch, length), traced)
+    built, tokens = partial(_on_meta, build, context, length), batch.sequences * length
+    return Subject(name, built, run, _described(batch, length), traced, tokens)
 
 
 def _config(transformers: Any, config: dict[str, Any]) -> Any:

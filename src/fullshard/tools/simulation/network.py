@@ -18,6 +18,7 @@ _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(B|b|bit)(?:/|p)s")
+_FLOPS = re.compile(_NUMBER + r"([kMGT]?)(?:FLOPS|FLOP/s|flops)?")
 _DURATION = re.compile(_NUMBER + r"(s|ms|us|µs|ns)")
 
 
@@ -101,3 +102,12 @@ def duration(text: str) -> float:
         raise OptionError(f"{text!r} is not a time", "Write it as 20us or 0.5ms.")
     number, unit = match.groups()
     return float(number) * _SECONDS[unit]
+
+
+def flop_rate(text: str) -> float:
+    """'400TFLOP/s' in floating point operations per second."""
+    match = _FLOPS.fullmatch(text.strip())
+    value = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if value <= 0:
+        raise OptionError(f"{text!r} is not a rate of floating point operations", "Write it as 400TFLOP/s.")
+    return value

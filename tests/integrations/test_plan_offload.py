@@ -1,0 +1,167 @@
+"""`fullshard plan` with offload: what rests where, what a step moves, and what would fit if it does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_plan_command import GIB, asked, main
+
+import fullshard as fs
+from fullshard.byte_sizes import parse_size
+from fullshard.offload import Offload
+from fullshard.plan.homes import SLAB_SETS
+from fullshard.tools.planning.subjects import Batch, find
+
+SMALL = ("gpt2-medium", "--sequence", "64", "--ranks", "2", "--strategy", "zero3")
+PARAMETERS = 354_823_168
+
+
+def homes(found: dict[str, Any], strategy: str = "zero3") -> dict[str, dict[str, int]]:
+    value: dict[str, dict[str, int]] = found["strategies"][strategy]["homes"]
+    return value
+
+
+def test_the_command_plans_the_homes_that_fs_plan_has() -> None:
+    model = find("gpt2-medium", Batch(1, 64)).build()
+    for how in ("host", "optimizer"):
+        code, found = asked(*SMALL, "--offload", how)
+        assert code == 0
+        plan = fs.plan(model.to(torch.float32), ranks=2, precision="bf16", offload=how)
+        assert plan.resting is not None
+        for place, kinds in homes(found).items():
+            for kind, num_bytes in kinds.items():  # on a GPU other units are merged, and padded
+                planned = plan.resting.bytes_at(place, kind)  # type: ignore[arg-type]
+                assert num_bytes == pytest.approx(planned, rel=0.001), (how, place, kind)
+
+
+def test_values_take_18_bytes_per_parameter_and_slabs_a_chunk_of_them() -> None:
+    _, found = asked(*SMALL, "--offload", "host")
+    one, count = found["strategies"]["zero3"], found["parameters"]
+    assert one["host_bytes"] == pytest.approx(18 * count, rel=0.001)
+    assert one["rest_bytes"] == 0
+    _, alone = asked(*SMALL, "--offload", "host", "--ranks", "1")
+    assert alone["strategies"]["zero3"]["slab_bytes"] == SLAB_SETS * 18 * Offload.chunk
+    parts = ("rest_bytes", "slab_bytes", "full_bytes", "sending_bytes", "activation_bytes")
+    assert one["peak_bytes"] == sum(one[part] for part in parts)
+
+
+def test_a_step_moves_every_value_at_the_rate_of_its_link() -> None:
+    _, found = asked(*SMALL, "--offload", "host", "--host-link", "10GB/s")
+    one = found["strategies"]["zero3"]
+    moved, each = one["moved_bytes_per_step"], PARAMETERS / 2
+    assert moved["pass_down"] == pytest.approx(4 * each, rel=0.001)
+    assert 2 * each * 0.999 < moved["pass_up"] < 4 * each * 1.001  # some units are gathered once
+    assert moved["step_up"] == pytest.approx(16 * each, rel=0.001)
+    assert moved["step_down"] == pytest.approx(14 * each, rel=0.001)
+    assert one["step_transfer_s"] == pytest.approx(each * (14 * 5.5 / 5 + 2) / 10e9, rel=0.001)
+    _, faster = asked(*SMALL, "--offload", "host", "--host-link", "20GB/s")
+    assert faster["strategies"]["zero3"]["step_transfer_s"] == pytest.approx(one["step_transfer_s"] / 2)
+    _, optimizer = asked(*SMALL, "--offload", "optimizer")
+    moved = optimizer["strategies"]["zero3"]["moved_bytes_per_step"]
+    assert moved["pass_up"] == moved["pass_down"] == 0
+    assert moved["step_up"] == pytest.approx(12 * each, rel=0.001)
+    assert moved["step_down"] == pytest.approx(12 * each, rel=0.001)
+    _, plain = asked(*SMALL, "--offload", "host", "--optimizer", "sgd")
+    moved = plain["strategies"]["zero3"]["moved_bytes_per_step"]
+    assert moved["step_up"] == pytest.approx(8 * each, rel=0.001)
+
+
+def test_the_smallest_memory_of_a_host_that_is_named_is_enough_and_less_is_not() -> None:
+    said = (*SMALL, "--offload", "host")
+    code, found = asked(*said, "--host-memory", "1.5GiB")
+    assert code == 1
+    advice = " ".join(found["advice"])
+    host = re.search(r"the 2 ranks of a host would need --host-memory ([\w.]+)\.", advice)
+    disk = re.search(r"With --disk ([\d.]+[GM]iB)", advice)
+    ranks = re.search(r"zero3 fits on (\d+) ranks or more", advice)
+    assert host
+    assert ranks
+    assert disk is None  # gradients and compute shards alone take more
+    less = f"{parse_size(host[1], '', '') * 0.95 / 1e9:.3f}GB"
+    assert [asked(*said, "--host-memory", size)[0] for size in (host[1], less)] == [0, 1]
+    more = [*said, "--host-memory", "1.5GiB", "--node-ranks", "2"]
+    fewest = int(ranks[1])
+    more[more.index("--ranks") + 1] = str(fewest)
+    assert asked(*more)[0] == 0
+    more[more.index("--ranks") + 1] = str(fewest - 2)
+    assert asked(*more)[0] == 1
+
+
+def test_what_the_host_cannot_hold_goes_to_a_disk_of_the_named_size() -> None:
+    said = (*SMALL, "--offload", "host", "--host-memory", "4GiB")
+    code, found = asked(*said)
+    assert code == 1
+    (disk,) = re.findall(r"With --disk ([\d.]+[GM]iB)", " ".join(found["advice"]))
+    code, found = asked(*said, "--disk", disk)
+    assert code == 0
+    one = found["strategies"]["zero3"]
+    assert one["host_bytes"] <= 4 * GIB * 0.92
+    on_disk = sum(homes(found)["disk"].values())
+    assert on_disk > 0
+    assert one["disk_bytes"] == 2 * 2 * on_disk
+    read = on_disk * 2 / 3.7e9 + on_disk * 2 / 1.8e9
+    assert one["step_transfer_s"] == pytest.approx(read, rel=0.001)
+    code, found = asked(*said, "--disk", "1MiB")
+    assert code == 1
+    assert f"would need --disk {disk}" in found["advice"][0]
+
+
+def test_auto_fills_the_device_and_not_more() -> None:
+    said = (*SMALL, "--memory", "3.3GiB")
+    assert asked(*said)[0] == 1
+    code, found = asked(*said, "--host-memory", "64GiB")
+    assert code == 0
+    one, room = found["strategies"]["zero3"], found["room_bytes"]
+    assert 0.9 * room < one["peak_bytes"] <= room
+    assert sum(homes(found)["host"].values()) > 0
+    _, everything = asked(*said, "--host-memory", "64GiB", "--offload", "host")
+    assert one["step_transfer_s"] < 0.9 * everything["strategies"]["zero3"]["step_transfer_s"]
+    _, enough = asked(*SMALL, "--memory", "80GiB", "--host-memory", "64GiB")
+    assert not any(homes(enough)["host"].values())
+
+
+def test_without_offload_a_model_that_does_not_fit_is_told_what_offload_needs() -> None:
+    code, out, _ = main(*SMALL, "--memory", "3GiB")
+    assert code == 1
+    (line,) = [line for line in out.splitlines() if line.startswith("With --offload host zero3 fits")]
+    host = re.search(r"and ([\d.]+) GiB of host memory for the 2 ranks of a host", line)
+    assert host
+    code, out, _ = main(*SMALL, "--memory", "3GiB", "--offload", "host", "--host-memory", f"{host[1]}GiB")
+    assert code == 0
+    assert "slabs" in out
+    assert "In a script: fs.shard(model, strategy='zero3', offload=fs.Offload(host=" in out
+    code, found = asked(*SMALL)
+    assert code == 0
+    assert found["offload"] is None
+    assert "homes" not in found["strategies"]["zero3"]
+
+
+def test_a_rate_of_computing_gives_a_time_per_step_and_tokens_that_hide_transfers() -> None:
+    _, out, _ = main(*SMALL, "--offload", "host", "--flops", "1TFLOP/s")
+    assert "Computing takes" in out
+    assert "a step takes at least" in out
+    assert "At 1 TFLOP/s per rank, forward and backward compute for longer than they move" in out
+    _, out, _ = main(*SMALL, "--offload", "host")
+    assert "a step takes at least" not in out
+    assert "At 100 TFLOP/s per rank" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (("--disk", "2TiB"), "--disk is for --offload"),
+        (("--host-link", "25GB/s"), "--host-link is for --offload"),
+        (("--offload", "host", "--disk", "2TiB"), "Give --host-memory."),
+        (("--offload", "cpu"), "Choose one of host, optimizer, auto"),
+        (("--host-memory", "512"), "Write it as 512GiB or 2TB."),
+        (("--offload", "host", "--host-link", "fast"), "is not a bandwidth"),
+        (("--offload", "host", "--flops", "fast"), "Write it as 400TFLOP/s."),
+    ],
+)
+def test_a_wrong_request_for_offload_is_refused(arguments: tuple[str, ...], answer: str) -> None:
+    code, _, err = main(*SMALL, *arguments)
+    assert code == 2
+    assert answer in err
