@@ -15,6 +15,7 @@ from torch import nn
 import engines
 import ranks
 import reference
+import tables
 from engines import STEPS, assert_same, batch, build, expected, holds, my_rank, on_both_engines, sgd
 from reference import Trace
 
@@ -189,8 +190,7 @@ def _neutral(engine: str, name: str, points: list[str], options: dict[str, Any])
     return _interrupted(engine, NEUTRAL[name][0], [*points, "never"], options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NEUTRAL)
+@tables.in_turn(("name", "strategy"), NEUTRAL, STRATEGIES, always=1)
 def test_interruption_anywhere_in_the_step_is_bitwise_neutral(name: str, strategy: str) -> None:
     points = NEUTRAL[name][1]
     for runs in ranks.run(_neutral, 2, "fullshard", name, points, {"strategy": strategy}):
@@ -240,8 +240,7 @@ def _expected_with_edit(point: str) -> Trace:
     return Trace(losses, [0.0] * STEPS, reference.whole_parameters(model))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", EDITS)
+@tables.in_turn(("name", "strategy"), EDITS, STRATEGIES, always=1)
 def test_edit_in_place_anywhere_in_the_step_counts(name: str, strategy: str) -> None:
     runs = ranks.run(_edited, 2, "fullshard", name, EDIT_POINTS, {"strategy": strategy})
     for index, point in enumerate(EDIT_POINTS):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import engines
 import ranks
 import reference
+import tables
 from engines import (
     STEPS,
     WIDTH,
@@ -185,7 +186,6 @@ def test_graph_that_is_not_a_plain_chain_trains_as_one_process_does(engine: str,
     assert_same(ranks.run(_train_graph, 2, engine, name, {}), expected(GRAPHS[name]))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero1", "replicate"])
-@pytest.mark.parametrize("name", GRAPHS)
+@tables.in_turn(("name", "strategy"), GRAPHS, ["zero2", "zero1", "replicate"])
 def test_graph_that_is_not_a_plain_chain_is_right_under_every_strategy(name: str, strategy: str) -> None:
     assert_same(ranks.run(_train_graph, 2, "fullshard", name, {"strategy": strategy}), expected(GRAPHS[name]))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import engines
 import ranks
 import reference
+import tables
 from engines import (
     STEPS,
     WIDTH,
@@ -135,8 +136,7 @@ def test_parameter_of_a_kind_fsdp2_has_trains_as_in_one_process(engine: str, kin
     assert_same(ranks.run(_train_odd, 2, engine, kind, {}), expected(MODELS[kind]))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("strategy", ["zero2", "zero1", "replicate"])
+@tables.in_turn(("kind", "strategy"), MODELS, ["zero2", "zero1", "replicate"])
 def test_parameter_of_an_unusual_kind_is_right_under_every_strategy(kind: str, strategy: str) -> None:
     assert_same(ranks.run(_train_odd, 2, "fullshard", kind, {"strategy": strategy}), expected(MODELS[kind]))
 
@@ -225,8 +225,7 @@ FSDP2_WITH = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1"])
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+@tables.in_turn(("name", "strategy"), ["Adafactor", "LBFGS", "Muon"], ["zero3", "zero2", "zero1"])
 def test_optimizer_that_is_not_element_wise_is_refused_by_name_with_the_remedy(
     name: str, strategy: str
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import engines
 import ranks
 import reference
+import tables
 from engines import (
     STEPS,
     WIDTH,
@@ -127,8 +128,7 @@ def test_first_last_or_every_block_may_be_skipped_by_one_rank(name: str) -> None
     assert_same(ranks.run(_train_marked, 2, "fullshard", name, {}), _expected_marked(name))
 
 
-@pytest.mark.parametrize("name", ["SkipsOne", "Reversed", "HalfUsed"])
-@pytest.mark.parametrize("strategy", ["zero2", "zero1", "replicate"])
+@tables.in_turn(("name", "strategy"), ["SkipsOne", "Reversed", "HalfUsed"], ["zero2", "zero1", "replicate"])
 def test_paths_may_differ_under_every_strategy(name: str, strategy: str) -> None:
     results = ranks.run(_train_marked, 2, "fullshard", name, {"strategy": strategy})
     assert_same(results, _expected_marked(name))

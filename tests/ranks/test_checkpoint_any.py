@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ranks
 import reference
+import tables
 from engines import build, my_rank
 from painting import (
     IGNORE,
@@ -296,7 +297,7 @@ UNITS_CHOSEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("files", ["shared", "parts", "several"])
+@tables.some("files", ["shared", "parts", "several"], "several")
 def test_checkpoint_of_any_units_loads_with_others(tmp_path: Path, files: str) -> None:
     for found in ranks.run(_between, 2, tmp_path, UNITS_CHOSEN, files, timeout_s=120):
         assert len(found) == len(UNITS_CHOSEN) * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import engines
 import ranks
+import tables
 
 
 class Block(nn.Module):
@@ -102,9 +102,9 @@ def _train(kind: str, direct_bytes: int, said: dict[str, Any]) -> tuple[list[tor
         return [p.detach().clone() for p in model.parameters()], written
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "said",
+@tables.in_turn(
+    ("kind", "said"),
+    KINDS,
     [
         {},
         {"strategy": "zero1"},
@@ -112,7 +112,7 @@ def _train(kind: str, direct_bytes: int, said: dict[str, Any]) -> tuple[list[tor
         {"checkpoint_activations": True},
         {"strategy": "replicate"},
     ],
-    ids=str,
+    always=1,
 )
 def test_gradients_written_in_place_are_bitwise_those_that_are_copied(
     kind: str, said: dict[str, Any]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ranks
+import tables
 from cases import assert_gradients, backward, gradients_of_one_process, sharded, whole_gradients
 from engines import my_rank
 
@@ -34,7 +35,7 @@ def _clip(strategy: str) -> list[tuple[str, float, dict[str, Tensor | None]]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", WHERE)
+@tables.some("strategy", WHERE, "zero3", "replicate")
 def test_clipping_by_norm_is_that_of_one_process_and_equal_on_all_ranks(strategy: str) -> None:
     first, second = ranks.run(_clip, 2, strategy)
     assert [row[1] for row in first] == [row[1] for row in second]

@@ -17,6 +17,7 @@ import cases
 import engines
 import ranks
 import reference
+import tables
 from cases import ALL, assert_gradients, backward, gradients_of_one_process, sharded, whole_gradients
 from engines import batch, build, loss_of, my_rank
 
@@ -38,7 +39,7 @@ def _set_some_to_none(strategy: str) -> tuple[dict[str, Tensor | None], bool]:
     return whole_gradients(model), intact
 
 
-@pytest.mark.parametrize("strategy", WHERE)
+@tables.some("strategy", WHERE, "zero3", "replicate")
 def test_gradient_set_to_none_alone_starts_afresh_and_leaves_a_kept_one_intact(strategy: str) -> None:
     plain = gradients_of_one_process()
     plain.head.weight.grad = None
@@ -66,7 +67,7 @@ def _assigned(strategy: str) -> tuple[float, dict[str, Tensor | None], dict[str,
     return norm, added, whole_gradients(model)
 
 
-@pytest.mark.parametrize("strategy", WHERE)
+@tables.some("strategy", WHERE, "zero3", "replicate")
 def test_gradient_assigned_by_the_user_is_counted_and_added_to(strategy: str) -> None:
     plain = gradients_of_one_process()
     _assign(plain)
@@ -154,7 +155,7 @@ def _backward_in_one_process(model: nn.Module, step: int) -> None:
         (loss_of(model, batch(step, rank)) / 2).backward()
 
 
-@pytest.mark.parametrize("strategy", WHERE)
+@tables.some("strategy", WHERE, "zero3", "replicate")
 def test_projected_gradients_of_two_losses_train_as_in_one_process(strategy: str) -> None:
     plain = build()
     expected = _pcgrad(plain, lambda step: _backward_in_one_process(plain, step))
@@ -172,7 +173,7 @@ def _zeroed_in_place(strategy: str) -> dict[str, Tensor | None]:
     return whole_gradients(model)
 
 
-@pytest.mark.parametrize("strategy", WHERE)
+@tables.some("strategy", WHERE, "zero3", "replicate")
 def test_gradients_zeroed_in_place_are_added_to(strategy: str) -> None:
     plain = build()
     _backward_in_one_process(plain, 1)
@@ -198,7 +199,7 @@ def _postponed_and_dropped(strategy: str) -> tuple[dict[str, Tensor | None], dic
     return mixed, whole_gradients(model)
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@tables.some("strategy", ALL, "zero3", "replicate")
 def test_zero_grad_drops_postponed_gradients_and_others_add_up(strategy: str) -> None:
     plain = build()
     _backward_in_one_process(plain, 1)

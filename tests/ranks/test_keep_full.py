@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import engines
 import ranks
 import reference
+import tables
 
 BLOCKS = 6
 
@@ -95,8 +95,7 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a["losses"] == b["losses"] and all(reference.bitwise(x, y) for x, y in values)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("evaluate", [False, True])
+@tables.in_turn(("kind", "evaluate"), MODELS, [False, True])
 def test_what_is_kept_changes_no_bit_and_saves_its_second_gather(kind: str, evaluate: bool) -> None:
     none = ranks.run(_train, 2, kind, {"keep_full": 0}, evaluate, init=True, timeout_s=60)[0]
     size = none["size"]

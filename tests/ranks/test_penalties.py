@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ranks
+import tables
 from cases import ALL, assert_gradients, backward, refusal, sharded, whole, whole_gradients
 from engines import batch, build, loss_of, my_rank
 
@@ -69,7 +70,7 @@ def _check(found: dict[str, Any], num_ranks: int) -> None:
         assert_gradients(gradients, _in_one_process(term, num_ranks))
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@tables.some("strategy", ALL, "zero3", "replicate")
 def test_penalty_has_the_value_and_the_gradient_of_one_process(strategy: str) -> None:
     for found in ranks.run(_penalised, 3, strategy, {}, timeout_s=120):
         _check(found, 3)
@@ -165,7 +166,7 @@ def _weighted(strategy: str) -> list[dict[str, Any]]:
     return [first, whole_gradients(model)]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "replicate", "hybrid"])
+@tables.some("strategy", ["zero3", "replicate", "hybrid"], "zero3", "hybrid")
 def test_penalty_counts_as_the_mean_over_ranks_and_waits_for_the_last_micro_batch(strategy: str) -> None:
     num_ranks = 4 if strategy == "hybrid" else 2
     weighted = _in_one_process(TERMS["l1"], num_ranks, lambda rank: 1.0 + rank)

@@ -175,7 +175,11 @@ def _observed(kind: str, options: dict[str, Any]) -> tuple[Schedule, Schedule, l
 
 
 def _all_observed(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    return [_observed(*case) for case in cases]
+    found = []
+    for case in cases:
+        found.append(_observed(*case))
+        ranks.end_groups_of_models()
+    return found
 
 
 def _traced(kind: str, options: dict[str, Any]) -> tuple[Schedule, list[Call]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import engines
 import ranks
 import reference
+import tables
 
 
 def _train(said: dict[str, Any], nodes: int) -> dict[str, Any]:
@@ -43,11 +43,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("said", CASES, ids=str)
-@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (3, 3), (6, 3)])
+@tables.in_turn(("said", "shape"), CASES, [(4, 2), (3, 3), (6, 3)])
 def test_sharding_across_nodes_trains_as_one_process_does(
-    said: dict[str, Any], world: int, nodes: int
+    said: dict[str, Any], shape: tuple[int, int]
 ) -> None:
+    world, nodes = shape
     expected = reference.train(
         engines.build(), engines.batches(world), engines.loss_of, reference.adamw, engines.STEPS, clip=0.1
     )

@@ -8,6 +8,7 @@ from torch import nn
 
 import engines
 import ranks
+import tables
 from fullshard.tools.planning.decoder import Decoder
 from fullshard.tools.simulation.presets import gpt
 
@@ -46,8 +47,7 @@ def _full_values(said: dict[str, object], strategy: str) -> tuple[list[torch.Ten
     return seen, true
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@tables.in_turn(("num_ranks", "strategy"), [2, 3], ["zero3", "zero2"])
 def test_8_bit_gather_is_within_half_a_step_of_its_block_and_at_rest_nothing_is_lost(
     num_ranks: int, strategy: str
 ) -> None:
@@ -167,8 +167,9 @@ def _scattered(said: dict[str, object]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "replicate"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@tables.in_turn(
+    ("precision", "strategy"), ["fp32", "bf16"], ["zero3", "zero2", "replicate", "zero1"], always=1
+)
 def test_scattered_gradients_are_those_that_are_exchanged(strategy: str, precision: str) -> None:
     said = {"strategy": strategy, "precision": precision}
     exchanged = ranks.run(_scattered, 3, {**said, "reduce": "exchange"}, init=True, timeout_s=60)
