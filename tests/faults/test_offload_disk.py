@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def _add_one(value: DiskValue, buffers: DiskBuffers, skipped: int | None = None)
             (start, length), (read, memory) = ranges[at - 1], ahead.pop(0)
             read.wait()
             _floats(memory[:length]).add_(1)
-            buffers.give(memory, value.start_write(start, memory[:length]))
+            buffers.give(memory, value.start_write(start, memory[:length]).settle)
 
 
 def test_what_is_written_in_the_background_is_read_again_and_shown_by_the_tensor(place: Path) -> None:
@@ -314,6 +315,37 @@ def test_what_is_written_in_the_background_is_read_again_and_shown_by_the_tensor
             value.forget_checksums()
 
 
+def test_ranges_that_begin_and_end_inside_blocks_are_written_as_they_are(place: Path) -> None:
+    value, tensor, _folder = _value(place)
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.zeros(NUM_ELEMENTS)
+    for _ in range(4):
+        cuts = torch.randperm(NUM_ELEMENTS - 1, generator=generator)[:9].add_(1).sort().values.tolist()
+        bounds = [0, *cuts, NUM_ELEMENTS]
+        buffers = DiskBuffers(4, 4 * NUM_ELEMENTS + 4096)
+        for first, last in pairwise(bounds):
+            room, skip = buffers.take(), 4 * first % 4096  # blocks lie in memory as they do in the file
+            memory = room[skip : skip + 4 * (last - first)]
+            ready = threading.Event()
+            filled = _floats(memory)
+            pending = value.start_write(4 * first, memory, ready.wait)
+            filled.copy_(expected[first:last]).add_(first + 1)
+            ready.set()
+            buffers.give(room, pending.settle)
+        assert torch.equal(tensor, expected)
+        value.complete()
+        assert value._wrote_directly >= _has_direct(place)
+        value.commit()
+        for first, last in pairwise(bounds):
+            expected[first:last] += first + 1
+            memory = buffers.take()
+            skip = 4 * first % 4096
+            value.start_read(4 * first, memory[skip : skip + 4 * (last - first)]).wait()
+            assert torch.equal(_floats(memory[skip : skip + 4 * (last - first)]), expected[first:last])
+            buffers.give(memory)
+        assert torch.equal(tensor, expected)
+
+
 def _read_all(value: DiskValue) -> None:
     memory = DiskBuffers(1, CHUNK).take()
     for start, length in _ranges():
@@ -324,7 +356,7 @@ def _write_all(value: DiskValue) -> None:
     buffers = DiskBuffers(2, CHUNK)
     for start, length in _ranges():
         memory = buffers.take()
-        buffers.give(memory, value.start_write(start, memory[:length]))
+        buffers.give(memory, value.start_write(start, memory[:length]).settle)
     value.complete()
 
 
@@ -458,7 +490,7 @@ def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None
     with pytest.raises(AssertionError, match="all buffers are in use"):
         buffers.take()
     value, _tensor, _folder = _value(tmp_path)
-    buffers.give(first, value.start_write(0, first))
+    buffers.give(first, value.start_write(0, first).settle)
     assert buffers.take() is first
     value.complete()
     assert bytes(value.path.read_bytes()[value._slot_bytes :][:8192]) == bytes(first)

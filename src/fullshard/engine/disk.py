@@ -6,9 +6,10 @@ slot, mapped into memory at an address that stays: reading it outside a step rea
 written is checked by its CRC-32 when it is read again, unless the tensor was written since.
 
 Reads and writes run at once, or in the background by a few threads (`start_read`, `start_write`). Where the
-file system has direct I/O, and memory and offset are aligned, they bypass the page cache: all writes, and
-reads of ranges whose checksum is known. Other ranges may be dirty in the mapping. A direct write invalidates
-cached pages of its range, so the mapping shows what was written; `commit` drops what may be left of them.
+file system has direct I/O, entire pages bypass the page cache, if they lie in memory as they do in the file:
+all writes, and reads of ranges whose checksum is known. Other ranges may be dirty in the mapping. A direct
+write invalidates cached pages of its range, so the mapping shows what was written; `commit` drops what may be
+left of them.
 
 Files lie in a folder per rank, locked while its process lives. Whoever starts next in the same place removes
 folders that are not locked any more: those of processes that were killed.
@@ -163,8 +164,8 @@ class Pending:
 class DiskBuffers:
     """A bounded number of aligned buffers, allocated once.
 
-    `register` gets address and size of all of them, to page-lock them. A buffer whose data is being written
-    is free again when that is over: who takes it waits for the write, whose error `complete` raises.
+    `register` gets address and size of all of them, to page-lock them. A buffer that is given back with
+    `until` (a write's `Pending.settle`, say) is free when that returns: who takes it first calls it.
     """
 
     def __init__(
@@ -175,35 +176,40 @@ class DiskBuffers:
         self._free: deque[memoryview] = deque(
             memory[i * self.size_bytes : (i + 1) * self.size_bytes] for i in range(count)
         )
-        self._written: deque[tuple[Pending, memoryview]] = deque()
+        self._busy: deque[tuple[Callable[[], Any], memoryview]] = deque()
         if register is not None:
             register(_address(memory), len(memory))
 
-    def take(self) -> memoryview:
-        if not self._free:
-            if not self._written:
-                raise AssertionError("all buffers are in use")
-            pending, buffer = self._written.popleft()
-            pending.settle()
-            return buffer
-        return self._free.popleft()
+    @property
+    def num_left(self) -> int:
+        """That `take` would return."""
+        return len(self._free) + len(self._busy)
 
-    def give(self, buffer: memoryview, written: Pending | None = None) -> None:
-        """Back, at once or when it is written."""
-        if written is None:
+    def take(self) -> memoryview:
+        if self._free:
+            return self._free.popleft()
+        if not self._busy:
+            raise AssertionError("all buffers are in use")
+        until, buffer = self._busy.popleft()
+        until()
+        return buffer
+
+    def give(self, buffer: memoryview, until: Callable[[], Any] | None = None) -> None:
+        if until is None:
             self._free.append(buffer)
         else:
-            self._written.append((written, buffer))
+            self._busy.append((until, buffer))
 
 
 def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _is_aligned(memory: memoryview, offset: int) -> bool:
-    if memory.readonly or len(memory) < _ALIGNMENT or offset % _ALIGNMENT:
+def _has_entire_blocks(memory: memoryview, offset: int) -> bool:
+    """Whether blocks of a file lie in memory as blocks."""
+    if memory.readonly or len(memory) < 2 * _ALIGNMENT:
         return False
-    return _address(memory) % _ALIGNMENT == 0
+    return (_address(memory) - offset) % _ALIGNMENT == 0
 
 
 class _Descriptor:
@@ -298,7 +304,7 @@ class DiskValue:
 
     def write(self, start: int, data: memoryview) -> None:
         """Bytes of the other slot."""
-        self._write(1 - self._current, start, data)
+        self._write(1 - self._current, None, start, data)
 
     def start_read(self, start: int, out: memoryview) -> Pending:
         """`read` in the background."""
@@ -307,12 +313,13 @@ class DiskValue:
         self._reads.append(self._started(self._read, self._current, known, start, out))
         return self._reads[-1]
 
-    def start_write(self, start: int, data: memoryview) -> Pending:
-        """`write` in the background. `complete` waits for it, and raises its error."""
+    def start_write(self, start: int, data: memoryview, after: Callable[[], Any] | None = None) -> Pending:
+        """`write` in the background, where `after` is called first: it returns when the data is there.
+        `complete` waits for the write, and raises its error."""
         for earlier in self._writes:
             if earlier.start < start + len(data) and start < earlier.stop:
                 earlier.settle()
-        self._writes.append(self._started(self._write, 1 - self._current, start, data))
+        self._writes.append(self._started(self._write, 1 - self._current, after, start, data))
         return self._writes[-1]
 
     def _started(self, function: Callable[..., None], *args: Any) -> Pending:
@@ -340,7 +347,9 @@ class DiskValue:
         if known is not None and known != found:
             raise self._failed("read", f"bytes {start} to {start + len(out)} are not those that were written")
 
-    def _write(self, slot: int, start: int, data: memoryview) -> None:
+    def _write(self, slot: int, after: Callable[[], Any] | None, start: int, data: memoryview) -> None:
+        if after is not None:
+            after()
         self._require_file()
         offset = slot * self._slot_bytes + start
         self._written[start, len(data)] = self._transfer("write", os.pwritev, data, offset, directly=True)
@@ -348,17 +357,16 @@ class DiskValue:
     def _transfer(self, verb: str, function: Any, memory: memoryview, offset: int, directly: bool) -> int:
         """Move all of it; its checksum."""
         at = checksum = 0
-        with self._direct(directly and _is_aligned(memory, offset)) as direct:
+        with self._direct(directly and _has_entire_blocks(memory, offset)) as direct:
             while at < len(memory):
                 piece = memory[at : at + _PIECE_BYTES]
                 through = self._file.number
-                if (
-                    direct is not None
-                    and self._has_direct
-                    and not at % _ALIGNMENT
-                    and len(piece) >= _ALIGNMENT
-                ):
-                    through, piece = direct, piece[: len(piece) // _ALIGNMENT * _ALIGNMENT]
+                if direct is not None and self._has_direct:
+                    before = -(offset + at) % _ALIGNMENT  # bytes up to the next block
+                    if before:
+                        piece = piece[:before]
+                    elif len(piece) >= _ALIGNMENT:
+                        through, piece = direct, piece[: len(piece) // _ALIGNMENT * _ALIGNMENT]
                 try:
                     count = int(function(through, [piece], offset + at))
                 except OSError as error:
