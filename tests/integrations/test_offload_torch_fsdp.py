@@ -147,7 +147,33 @@ def _state_dicts() -> None:
                 assert found == expected, (before, full)
 
 
+def _answers() -> None:
+    """What scripts ask DTensors, of parameters, gradients, norms and optimizer state."""
+    from torch.distributed.tensor import DTensor
+
+    from fullshard.torch_fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    answers = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = WAYS["block by block"](build(), offload_policy=policy)
+        optimizer = reference.adamw(model.parameters())
+        loss_of(model, batches(2, 1)[0][torch.distributed.get_rank()]).backward()
+        values = [p.grad for p in model.parameters()]
+        assert all(isinstance(value, DTensor) for value in (*model.parameters(), *values))
+        found = [value.full_tensor() for value in values]
+        found += [value.to_local().reshape(-1) for value in values]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found += [norm.full_tensor(), *(p.grad.full_tensor() for p in model.parameters())]
+        optimizer.step()
+        states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        found += [value.full_tensor() for value in states if hasattr(value, "full_tensor")]
+        answers.append([*found, *(p.full_tensor() for p in model.parameters())])
+    for plain, offloaded in zip(*answers, strict=True):
+        assert reference.bitwise(plain, offloaded)
+
+
 def _fully_shard() -> None:
+    _answers()
     _mixed_policies()
     _from_meta()
     _state_dicts()

@@ -307,6 +307,8 @@ def _answering(kind: type) -> type:
     if kind not in _answering_kinds:
         slots = {name: getattr(kind, name) for name in getattr(kind, "__slots__", ())}
         body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__slots__": (), **slots}
+        if issubclass(kind, GradShard):
+            body["total"] = TotalNorm
         answering = type(kind.__name__, (ShardAnswers, kind), body)
         _answering_kinds[kind] = answering
         _on_fast_paths(answering)
