@@ -73,7 +73,8 @@ def shard(
     device: where shards and buffers go, unit by unit, so that no device holds all of a model that was built
         on the host: 'cuda' is this rank's GPU. None is where the model is; for a meta model the GPU.
     offload: 'host' keeps shards, gradients and optimizer state in host memory between their uses; 'optimizer'
-        only what the optimizer alone needs: masters, gradients and its state; or an fs.Offload.
+        only what the optimizer alone needs: masters and its state; 'auto' what does not fit on the device; or
+        an fs.Offload.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each

@@ -12,10 +12,19 @@ from fullshard.keywords import checked_keywords
 
 KINDS = ("compute", "master", "gradients", "state")
 _OTHER_NAMES = {
-    **dict.fromkeys(("nvme_path", "path", "folder"), "Write disk=FOLDER."),
-    **dict.fromkeys(("cpu", "cpu_memory", "max_cpu_memory"), "Write host='90GiB'."),
-    **dict.fromkeys(("gpu", "gpu_memory", "memory"), "Write device='22GiB'."),
+    **dict.fromkeys(("nvme_path", "path", "folder", "nvme"), "Write disk=FOLDER."),
+    **dict.fromkeys(("cpu", "cpu_memory", "max_cpu_memory", "max_in_cpu"), "Write host='90GiB'."),
+    **dict.fromkeys(("gpu", "gpu_memory", "memory", "ratio"), "Write device='22GiB'."),
     **dict.fromkeys(("pin_memory", "buffer_count", "fast_init"), "Leave it out: host memory is page-locked."),
+    **dict.fromkeys(("buffer_size", "sub_group_size"), "Write chunk=ELEMENTS."),
+    **dict.fromkeys(("pipeline_read", "pipeline_write", "pipeline"), "Leave it out: it is always the case."),
+}
+# By what other libraries write for the option, what to write here.
+_OTHER_VALUES = {
+    **dict.fromkeys(("cpu", "true", "ram", "params", "full"), "'host'"),
+    **dict.fromkeys(("optim", "optimizer_state", "states"), "'optimizer'"),
+    **dict.fromkeys(("none", "false", "gpu", "cuda", "device", "no", "off"), "None"),
+    **dict.fromkeys(("disk", "nvme", "ssd"), "fs.Offload(disk=FOLDER)"),
 }
 
 
@@ -54,6 +63,8 @@ class Offload:
 
 def _bytes(name: str, value: Any) -> int:
     remedy = "Give bytes, a size such as '22GiB', or 'auto'."
+    if isinstance(value, str) and value.lower() in _OTHER_VALUES:
+        remedy = f"It is a budget: write fs.shard(offload={_OTHER_VALUES[value.lower()]}), or give a size."
     if isinstance(value, str):
         value = parse_size(value, f"Offload.{name}", remedy)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -74,4 +85,6 @@ def parse(value: Any) -> Offload | None:
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
     known = ", ".join(map(repr, PRESETS))
-    raise OptionError(f"offload is {value!r}", f"Give None, one of {known}, or an fs.Offload.")
+    near = _OTHER_VALUES.get(str(value).lower())
+    meant = "" if near is None else f"Did you mean {near}? "
+    raise OptionError(f"offload is {value!r}", f"{meant}Give None, one of {known}, or an fs.Offload.")

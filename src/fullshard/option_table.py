@@ -328,8 +328,8 @@ TABLE: dict[str, Option] = {
             "offload",
             None,
             "'host' keeps shards, gradients and optimizer state in host memory between their uses; "
-            "'optimizer' only what the optimizer alone needs: masters, gradients and its state; or an "
-            "fs.Offload.",
+            "'optimizer' only what the optimizer alone needs: masters and its state; 'auto' what does not "
+            "fit on the device; or an fs.Offload.",
             _offload,
             other_names=_all(
                 "Write offload='host', or 'optimizer' for the optimizer's values alone.",

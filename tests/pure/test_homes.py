@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +164,18 @@ def test_sizes_are_taken_as_people_write_them() -> None:
 def test_a_wrong_value_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         Offload(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "ours"),
+    [("cpu", "'host'"), (True, "'host'"), (False, "None"), ("none", "None"), ("nvme", "fs.Offload(disk=")],
+)
+def test_a_word_of_another_library_is_answered_with_ours(value: Any, ours: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"Did you mean {ours}")):
+        parse(value)
+    if isinstance(value, str):
+        with pytest.raises(OptionError, match=re.escape(f"write fs.shard(offload={ours}")):
+            Offload(device=value)
 
 
 @pytest.mark.parametrize("wrong", [True, "gpu", 3])
