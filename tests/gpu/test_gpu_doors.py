@@ -106,9 +106,8 @@ def _offloaded_by_torchs_signatures(world: int, rank: int) -> list[list[float]]:
             fully_shard(block, offload_policy=CPUOffloadPolicy())
         fully_shard(second, offload_policy=CPUOffloadPolicy())
         first = FullyShardedDataParallel(
-            _net(device), cpu_offload=CPUOffload(True), device_id=0,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-        )  # fmt: skip
+            _net(device), cpu_offload=CPUOffload(True), auto_wrap_policy=ModuleWrapPolicy({Block})
+        )
         norms += [_train(second, mine), _train(first, mine)]
         for model in (second, first):
             assert {p.device.type for p in model.parameters()} == {"cpu"}

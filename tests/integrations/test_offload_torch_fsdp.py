@@ -205,7 +205,7 @@ def _wrappers() -> None:
             assert found["norms"] == without["norms"], what
             assert all(map(torch.equal, found["model"].values(), without["model"].values())), what
     for nothing in (None, False, ours()[0].CPUOffload(), real()[0].CPUOffload(offload_params=False)):
-        model = FSDP(engines.build(), cpu_offload=nothing)
+        model = FSDP(engines.build(), cpu_offload=nothing, device_id=torch.device("cpu"))
         list(model.parameters())
         assert set.union(*homes_of(model.module).values()) == {"device"}, nothing
     kind, message, _ = refusal(lambda: FSDP(engines.build(), cpu_offload="cpu"))
@@ -217,10 +217,11 @@ def _wrapped_one_by_one() -> None:
     from fullshard.torch_fsdp import CPUOffload
     from fullshard.torch_fsdp import FullyShardedDataParallel as FSDP
 
+    host = torch.device("cpu")
     model = engines.build()
-    model.blocks[1] = FSDP(model.blocks[1], cpu_offload=CPUOffload(offload_params=True))
-    model.head = FSDP(model.head)
-    model = FSDP(model)
+    model.blocks[1] = FSDP(model.blocks[1], cpu_offload=CPUOffload(offload_params=True), device_id=host)
+    model.head = FSDP(model.head, device_id=host)
+    model = FSDP(model, device_id=host)
     found = train_fsdp1(ours(), model)
     homes = homes_of(model.module)
     assert [name for name, kinds in homes.items() if kinds == {"host"}] == [

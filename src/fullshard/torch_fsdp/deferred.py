@@ -154,6 +154,15 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in nn.Module.named_parameters(module)]
 
 
+def default_device() -> torch.device:
+    """This rank's GPU; the host where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def is_on_meta(module: nn.Module) -> bool:
     return any(p.is_meta for p in parameters_in(module))
 

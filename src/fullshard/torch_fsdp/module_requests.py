@@ -24,6 +24,7 @@ from fullshard.torch_fsdp.deferred import (
     Request,
     Sharding,
     build,
+    default_device,
     is_on_meta,
     outermost,
     outside_of_passes,
@@ -162,7 +163,7 @@ class ModuleRequest(Request):
     def mesh(self) -> Mesh:
         """Of the model, in torch's terms."""
         given = self.options.mesh
-        return Mesh(given, _default_device().type)
+        return Mesh(given, default_device().type)
 
     def policy(self) -> UnitPolicy:
         """Of the unit of this module; the same on all ranks, so that they gather alike."""
@@ -292,7 +293,7 @@ def _placement(requests: Sequence[ModuleRequest]) -> dict[str, Any]:
     if group is None:
         return {"strategy": "zero3", "mesh": mesh}
     ranks = torch.arange(rank_count()) if mesh is None else mesh.mesh
-    kind = _default_device().type if mesh is None else mesh.device_type
+    kind = default_device().type if mesh is None else mesh.device_type
     return {"strategy": "hybrid", "across": "shard", "mesh": _named(kind, ranks.view(-1, group))}
 
 
@@ -342,17 +343,9 @@ def _named(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
-def _default_device() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
-
-
 def _device(root: nn.Module, mesh: DeviceMesh | None) -> torch.device | None:
     """As torch does, a model is moved to the mesh's device; None for one that is there."""
-    device = _default_device()
+    device = default_device()
     if mesh is not None and mesh.device_type != device.type:
         device = torch.device(mesh.device_type)
     tensors = (*parameters_in(root), *root.buffers())

@@ -60,7 +60,7 @@ class FullyShardedDataParallel(OptimizerCalls, Wrapper):
     process_group, device_mesh: over which ranks; None is all. Hybrid strategies take a mesh of two axes.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _HYBRID_SHARD_ZERO2.
     cpu_offload: with CPUOffload(offload_params=True), parameters, gradients and optimizer state rest in host
-        memory.
+        memory, and a module that is on the host computes on this rank's GPU.
     auto_wrap_policy: which submodules are units; without one, and without wrappers inside, the engine finds
         them.
     backward_prefetch: BACKWARD_PRE prefetches; BACKWARD_POST and None do not.

@@ -24,6 +24,7 @@ from fullshard.torch_fsdp.deferred import (
     Request,
     Sharding,
     copied,
+    default_device,
     parameters_in,
     request_of,
     requests_in,
@@ -119,6 +120,11 @@ class WrapperRequest(Request):
             _refuse_other_ranks(self.options.mesh, request)
         options["device"] = _device([request.options.device for request in requests])
         parameters = parameters_in(self.target)
+        is_offloaded = any(request.options.offload for request in shared)
+        if is_offloaded and options["device"] is None and {p.device.type for p in parameters} == {"cpu"}:
+            options["device"] = (
+                default_device()
+            )  # as torch: a model that stays on the host computes on the GPU
         left_out = frozenset[nn.Parameter]().union(
             *(parameters_in(r.module) if r in alone else r.options.ignored for r in requests)
         )
@@ -134,7 +140,7 @@ class WrapperRequest(Request):
             "prefetch": self.options.prefetch,
             "units": None if units is None else lambda module: module in units,
             "ignore": ignore,
-            "offload": "host" if any(request.options.offload for request in shared) else None,
+            "offload": "host" if is_offloaded else None,
         }
         return Sharding(options, _policies(requests, units), self._values(requests, options))
 
