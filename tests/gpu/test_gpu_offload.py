@@ -234,3 +234,15 @@ def _watched(offload: Any) -> str:
 @pytest.mark.parametrize("offload", ["host", "optimizer"])
 def test_copies_do_not_race_with_computing(offload: str) -> None:
     assert ranks.run(_watched, 1, offload) == ["clean"]
+
+
+def _used(folder: Path) -> None:
+    import test_offload_use as uses
+
+    uses.DEVICE = "cuda"
+    uses._use(1, False, folder)
+    uses._saved(folder)
+
+
+def test_every_use_of_a_model_leaves_the_same_bits(tmp_path: Path) -> None:
+    ranks.run(_used, 1, tmp_path, timeout_s=120)

@@ -19,17 +19,23 @@ from engines import my_rank
 
 OFFLOADS = ("host", "optimizer", fs.Offload(chunk=300))
 Run = Callable[[dict[str, Any], Path], Any]
+DEVICE = "cpu"  # tests/gpu sets another one
 
 
 def new(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = engines.shard_blocks(engines.build(), **options)
+    model = engines.shard_blocks(engines.build().to(DEVICE), **options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def backward(model: nn.Module, step: int) -> Tensor:
-    loss = engines.loss_of(model, engines.batch(step, my_rank()))
+    loss = engines.loss_of(model, batch(step))
     loss.backward()
     return loss.detach()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x, y = engines.batch(step, my_rank())
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
@@ -108,7 +114,7 @@ def frozen_for_a_while(options: dict[str, Any], _: Path) -> Any:
 
 
 def adapter_over_a_frozen_base(options: dict[str, Any], _: Path) -> Any:
-    model = engines.build()
+    model = engines.build().to(DEVICE)
     for parameter in model.blocks.parameters():  # type: ignore[union-attr]
         parameter.requires_grad_(False)
     model = engines.shard_blocks(model, **options)
@@ -125,9 +131,9 @@ def with_a_closure(options: dict[str, Any], _: Path) -> Any:
 
 def with_a_scaler(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2)
     for number in range(3):
-        loss = engines.loss_of(model, engines.batch(number, my_rank()))
+        loss = engines.loss_of(model, batch(number))
         scaler.scale(loss * (torch.inf if number == 1 and my_rank() == 0 else 1.0)).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -182,7 +188,7 @@ def inferred(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     steps(model, optimizer, 0)
     with fs.inference(model), torch.no_grad():
-        out = model(engines.batch(0, 0)[0])
+        out = model(engines.batch(0, 0)[0].to(DEVICE))
     steps(model, optimizer, 1)
     return values(model) | {"out": out}
 
