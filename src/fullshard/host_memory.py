@@ -20,8 +20,7 @@ def unlocked(size_bytes: int) -> torch.Tensor:
 def page_locked(size_bytes: int) -> torch.Tensor:
     """Bytes of page-locked memory, all zero.
 
-    Not torch's pin_memory, which rounds up to a power of two and takes four times as long. Where pages cannot
-    be locked, copies are slower, but correct.
+    Not torch's pin_memory, which rounds up to a power of two and takes four times as long.
     """
     array = np.empty(size_bytes + _PAGE, np.uint8)  # numpy requests huge pages
     start = -array.ctypes.data % _PAGE  # devices copy fastest from the start of a page
@@ -29,15 +28,26 @@ def page_locked(size_bytes: int) -> torch.Tensor:
     if not size_bytes:
         return memory
     memory.fill_(0)  # by all threads: locking pages that exist is fast
-    cuda, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-    if int(cuda.cudaHostRegister(place, size_bytes, 0)) == 0:
+    if lock_pages(memory.data_ptr(), size_bytes):
         # The array lives as long as any view of the memory.
-        weakref.finalize(array, cuda.cudaHostUnregister, place).atexit = False
-    elif not _warned:
+        weakref.finalize(array, unlock_pages, memory.data_ptr()).atexit = False
+    return memory
+
+
+def lock_pages(address: int, size_bytes: int) -> bool:
+    """Whether it worked. Where it does not, copies are slower, but correct."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(cuda.cudaHostRegister(address, size_bytes, 0)) == 0:
+        return True
+    if not _warned:
         _warned.append(size_bytes)
         warnings.warn(
             f"{size_bytes} bytes of host memory could not be page-locked: copies to the GPU are slower. "
             "Raise the limit of locked memory (ulimit -l).",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return memory
+    return False
+
+
+def unlock_pages(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

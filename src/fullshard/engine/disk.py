@@ -63,7 +63,7 @@ if _sync_file_range is not None:
 _SYNC_FILE_RANGE_WRITE = 2  # start to write what is dirty, and do not wait
 _COPY_BYTES = 2**22
 _PIECE_BYTES = 2**23  # of a read or write: its checksum is taken while it is in the processor's cache
-_ALIGNMENT = 4096  # of memory and offsets in direct I/O: the largest logical block of common disks
+ALIGNMENT = 4096  # of memory and offsets in direct I/O: the largest logical block of common disks
 _THREADS = 4
 
 
@@ -180,6 +180,13 @@ class DiskBuffers:
         if register is not None:
             register(_address(memory), len(memory))
 
+    def settle(self) -> None:
+        """Until all that were given back are free."""
+        while self._busy:
+            until, buffer = self._busy.popleft()
+            until()
+            self._free.append(buffer)
+
     @property
     def num_left(self) -> int:
         """That `take` would return."""
@@ -207,9 +214,9 @@ def _address(memory: memoryview) -> int:
 
 def _has_entire_blocks(memory: memoryview, offset: int) -> bool:
     """Whether blocks of a file lie in memory as blocks."""
-    if memory.readonly or len(memory) < 2 * _ALIGNMENT:
+    if memory.readonly or len(memory) < 2 * ALIGNMENT:
         return False
-    return (_address(memory) - offset) % _ALIGNMENT == 0
+    return (_address(memory) - offset) % ALIGNMENT == 0
 
 
 class _Descriptor:
@@ -306,6 +313,15 @@ class DiskValue:
         """Bytes of the other slot."""
         self._write(1 - self._current, None, start, data)
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """All its bytes as (start, length): those that were written together, whose checksums are known."""
+        known = sorted(self._checksums)
+        ends = [0, *(start + length for start, length in known)]
+        if [start for start, _ in known] == ends[:-1] and ends[-1] == self.size_bytes:
+            return known
+        starts = range(0, self.size_bytes, _COPY_BYTES)
+        return [(start, min(_COPY_BYTES, self.size_bytes - start)) for start in starts]
+
     def start_read(self, start: int, out: memoryview) -> Pending:
         """`read` in the background."""
         self._reads = [p for p in self._reads if not p.is_over]
@@ -362,11 +378,11 @@ class DiskValue:
                 piece = memory[at : at + _PIECE_BYTES]
                 through = self._file.number
                 if direct is not None and self._has_direct:
-                    before = -(offset + at) % _ALIGNMENT  # bytes up to the next block
+                    before = -(offset + at) % ALIGNMENT  # bytes up to the next block
                     if before:
                         piece = piece[:before]
-                    elif len(piece) >= _ALIGNMENT:
-                        through, piece = direct, piece[: len(piece) // _ALIGNMENT * _ALIGNMENT]
+                    elif len(piece) >= ALIGNMENT:
+                        through, piece = direct, piece[: len(piece) // ALIGNMENT * ALIGNMENT]
                 try:
                     count = int(function(through, [piece], offset + at))
                 except OSError as error:

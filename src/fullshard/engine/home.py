@@ -8,7 +8,6 @@ that a value rests on the compute device.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from fullshard.engine.disk import DiskFolder, DiskValue
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.host_memory import page_locked
 from fullshard.plan.homes import LaneHomes, Place
@@ -45,6 +44,10 @@ class Home(Protocol):
         ...
 
     # A step works on ranges of values. Its streams order what these begin.
+
+    def read_ahead(self, values: torch.Tensor, start: int, num_elements: int) -> None:
+        """These are going to be fetched: begin what takes long."""
+        ...
 
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         """Copy elements from `start` on to the compute device."""
@@ -75,6 +78,9 @@ class DeviceHome:
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
+
+    def read_ahead(self, values: torch.Tensor, start: int, num_elements: int) -> None:
+        pass
 
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         staged.copy_(values[start : start + len(staged)])
@@ -118,91 +124,14 @@ class HostHome:
         self.transfers.synchronize()  # what is on its way may still be read from here
         values.copy_(staged)
 
+    def read_ahead(self, values: torch.Tensor, start: int, num_elements: int) -> None:
+        pass
+
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         staged.copy_(values.detach()[start : start + len(staged)], non_blocking=True)
 
     def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         values.data[start : start + len(staged)].copy_(staged, non_blocking=True)
-
-
-class DiskHome:
-    """Values rest in files, see `disk`."""
-
-    kind: Kind = "disk"
-
-    def __init__(self, transfers: Transfers, parent: Path) -> None:
-        self.transfers, self.compute_device = transfers, transfers.device
-        self._folder = DiskFolder(parent)
-        self._values: weakref.WeakValueDictionary[int, DiskValue] = weakref.WeakValueDictionary()
-        self._buffer = bytearray()
-
-    def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        value = DiskValue(self._folder.new_file(), num_elements, dtype)
-        tensor = value.tensor()
-        if num_elements:
-            self._values[value.address] = value
-        return tensor
-
-    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
-        staged = torch.empty_like(values, device=self.compute_device)
-        if values.numel():
-            self.fetch(values, 0, staged)
-        return staged
-
-    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
-        values.copy_(staged)
-        return Mark(None)
-
-    def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
-        values.copy_(staged)
-
-    def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        if not staged.numel():
-            return
-        value = self._known(values)
-        size = staged.element_size()
-        memory = self._host(staged.numel() * size)
-        value.read(start * size, memory)
-        staged.copy_(torch.frombuffer(memory, dtype=staged.dtype))
-
-    def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        if not staged.numel():
-            return
-        value = self._known(values)
-        size = staged.element_size()
-        memory = self._host(staged.numel() * size)
-        torch.frombuffer(memory, dtype=staged.dtype).copy_(staged)
-        value.write(start * size, memory)
-
-    def complete(self) -> None:
-        """Make everything ready to count, or raise."""
-        for value in list(self._values.values()):
-            value.complete()
-
-    def commit(self) -> None:
-        for value in list(self._values.values()):
-            value.commit()
-
-    def abandon(self) -> None:
-        for value in list(self._values.values()):
-            value.abandon()
-
-    def edited(self, values: torch.Tensor) -> None:
-        """User code wrote into views of it."""
-        if values.numel():
-            self._values[values.data_ptr()].forget_checksums()
-
-    def _known(self, values: torch.Tensor) -> DiskValue:
-        value = self._values[values.data_ptr()]
-        if value.version != values._version:
-            value.forget_checksums()
-            value.version = values._version
-        return value
-
-    def _host(self, size_bytes: int) -> memoryview:
-        if len(self._buffer) < size_bytes:
-            self._buffer = bytearray(size_bytes)
-        return memoryview(self._buffer)[:size_bytes]
 
 
 @dataclass(frozen=True)

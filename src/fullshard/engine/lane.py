@@ -48,8 +48,9 @@ from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradient_shard import LaneGradients
-from fullshard.engine.home import DiskHome, Home, Homes, HostHome
+from fullshard.engine.home import Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
 from fullshard.engine.wire import Wire, parameter_wire

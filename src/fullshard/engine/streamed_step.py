@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradients import plainly
-from fullshard.engine.home import DiskHome, Home
+from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
@@ -287,18 +288,28 @@ class StreamedStep:
         given = None
         if gradients is not None:
             given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
-        with self._transfers.up(slabs.free, landed):
-            master.fetch()
-            for place in states.values():
-                place.fetch()
-            if given is not None:
-                given.fetch()
-            staged.fetched = self._transfers.mark_up()
         staged.master, staged.states, staged.gradients = master, states, given
+        with self._transfers.up(slabs.free, landed):
+            for place in staged.places():
+                if place.is_on_disk:
+                    place.home.read_ahead(place.at_rest, place.start, len(place.values))
+                else:
+                    place.fetch()
+            staged.fetched = self._transfers.mark_up()
         return staged
+
+    def _fetch_from_disk(self, staged: _Staged) -> None:
+        """Reads ran ahead as far as there are buffers."""
+        with self._transfers.up(staged.slabs.free):
+            for place in staged.places():
+                if place.is_on_disk:
+                    place.fetch()
+            staged.fetched = self._transfers.mark_up()
 
     def _finish_chunk(self, staged: _Staged, before: _Numbers, step: Callable[[], Any]) -> None:
         before.restore()
+        if any(place.is_on_disk for place in staged.places()):
+            self._fetch_from_disk(staged)
         staged.fetched.wait()
         self._step(staged, step)
         self._store(staged)
@@ -402,6 +413,10 @@ class _Place:
     values: torch.Tensor  # on the compute device
     is_copy: bool
 
+    @property
+    def is_on_disk(self) -> bool:
+        return self.home.kind == "disk"
+
     def fetch(self) -> None:
         if self.is_copy:
             self.home.fetch(self.at_rest, self.start, self.values)
@@ -448,6 +463,12 @@ class _Staged:
     states: dict[_Key, _Place] = field(init=False)
     gradients: _Place | None = field(init=False)
     fetched: Mark = field(init=False)
+
+    def places(self) -> Iterator[_Place]:
+        yield self.master
+        yield from self.states.values()
+        if self.gradients is not None:
+            yield self.gradients
 
     def place_of_state(self, key: _Key) -> _Place:
         chunk, span = self.chunk, self.chunk.span

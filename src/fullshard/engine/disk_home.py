@@ -1,0 +1,170 @@
+"""The home of values on disk: files, and the buffers between them and the compute device.
+
+A step announces what it is going to fetch: reads run ahead, in the background, into page-locked buffers. What
+it stores is copied into other buffers, beside computing, and written behind. Both are bounded in number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fullshard.engine.disk import ALIGNMENT, DiskBuffers, DiskFolder, DiskValue, Pending
+from fullshard.engine.transfers import Mark, Transfers
+from fullshard.host_memory import lock_pages, unlock_pages
+
+BUFFERS = 16  # for reading, and as many for writing
+_Range = tuple[int, int, int]  # address of a value, first byte, number of bytes
+
+
+class DiskHome:
+    """Values rest in files, see `disk`."""
+
+    kind: Literal["device", "host", "disk"] = "disk"
+
+    def __init__(self, transfers: Transfers, parent: Path) -> None:
+        self.transfers, self.compute_device = transfers, transfers.device
+        self._folder = DiskFolder(parent)
+        self._values: weakref.WeakValueDictionary[int, DiskValue] = weakref.WeakValueDictionary()
+        self._buffers: dict[str, DiskBuffers] = {}
+        self._ahead: dict[_Range, tuple[Pending, memoryview, DiskBuffers]] = {}
+
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        value = DiskValue(self._folder.new_file(), num_elements, dtype)
+        tensor = value.tensor()
+        if num_elements:
+            self._values[value.address] = value
+        return tensor
+
+    def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
+        staged = torch.empty_like(values, device=self.compute_device)
+        if not values.numel():
+            return staged
+        size = values.element_size()
+        ranges = [(start // size, length // size) for start, length in self._known(values).ranges()]
+        try:
+            with self.transfers.up(self.transfers.now(), after):
+                for number, (start, length) in enumerate(ranges):
+                    for later in ranges[number : number + BUFFERS // 2]:
+                        self.read_ahead(values, *later)
+                    self.fetch(values, start, staged[start : start + length])
+                mark = self.transfers.mark_up()
+        except BaseException:
+            self._drop_ahead()
+            raise
+        mark.wait()
+        return staged
+
+    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        values.copy_(staged)
+        return Mark(None)
+
+    def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
+        values.copy_(staged)
+
+    # ---- a step
+
+    def read_ahead(self, values: torch.Tensor, start: int, num_elements: int) -> None:
+        value, place = self._place(values, start, num_elements)
+        if num_elements and place not in self._ahead and self._pool("read", place[2]).num_left:
+            self._begin_read(value, place)
+
+    def _begin_read(self, value: DiskValue, place: _Range) -> None:
+        pool = self._pool("read", place[2])
+        buffer = pool.take()
+        self._ahead[place] = value.start_read(place[1], _part(buffer, place)), buffer, pool
+
+    def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        if not staged.numel():
+            return
+        value, place = self._place(values, start, len(staged))
+        if place not in self._ahead:
+            self._begin_read(value, place)
+        pending, buffer, pool = self._ahead.pop(place)
+        with _given_back_on_error(pool, buffer):
+            pending.wait()
+            staged.copy_(torch.frombuffer(_part(buffer, place), dtype=staged.dtype), non_blocking=True)
+        pool.give(buffer, self.transfers.mark_up().synchronize)
+
+    def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
+        if not staged.numel():
+            return
+        value, place = self._place(values, start, len(staged))
+        pool = self._pool("write", place[2])
+        buffer = pool.take()
+        part = _part(buffer, place)
+        torch.frombuffer(part, dtype=staged.dtype).copy_(staged, non_blocking=True)
+        written = value.start_write(place[1], part, self.transfers.mark_down().synchronize)
+        pool.give(buffer, written.settle)
+
+    def complete(self) -> None:
+        """Make everything ready to count, or raise."""
+        for value in list(self._values.values()):
+            value.complete()
+
+    def commit(self) -> None:
+        for value in list(self._values.values()):
+            value.commit()
+
+    def abandon(self) -> None:
+        self._drop_ahead()
+        for value in list(self._values.values()):
+            value.abandon()
+
+    def _drop_ahead(self) -> None:
+        for pending, buffer, pool in self._ahead.values():
+            pending.settle()
+            pool.give(buffer)
+        self._ahead.clear()
+
+    def edited(self, values: torch.Tensor) -> None:
+        """User code wrote into views of it."""
+        if values.numel():
+            self._values[values.data_ptr()].forget_checksums()
+
+    def _place(self, values: torch.Tensor, start: int, num_elements: int) -> tuple[DiskValue, _Range]:
+        size = values.element_size()
+        return self._known(values), (values.data_ptr(), start * size, num_elements * size)
+
+    def _known(self, values: torch.Tensor) -> DiskValue:
+        value = self._values[values.data_ptr()]
+        if value.version != values._version:
+            value.forget_checksums()
+            value.version = values._version
+        return value
+
+    def _pool(self, use: str, size_bytes: int) -> DiskBuffers:
+        """Buffers of at least this size. Where a larger one is needed than ever before, all are new."""
+        pool = self._buffers.get(use)
+        size_bytes += ALIGNMENT
+        if pool is None or pool.size_bytes < size_bytes:
+            if pool is not None:
+                pool.settle()
+            register = self._lock_pages if self.compute_device.type == "cuda" else None
+            pool = self._buffers[use] = DiskBuffers(BUFFERS, size_bytes, register)
+        return pool
+
+    def _lock_pages(self, address: int, size_bytes: int) -> None:
+        if lock_pages(address, size_bytes):
+            weakref.finalize(self, unlock_pages, address).atexit = False
+
+
+def _part(buffer: memoryview, place: _Range) -> memoryview:
+    """Where bytes of a file go: blocks of the file are blocks in memory, as direct I/O needs them."""
+    _, first, size_bytes = place
+    start = first % ALIGNMENT
+    return buffer[start : start + size_bytes]
+
+
+@contextmanager
+def _given_back_on_error(pool: DiskBuffers, buffer: memoryview) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        pool.give(buffer)
+        raise
