@@ -14,6 +14,7 @@ Not for tests of process starts, of imports, or of namespaces: those use `sys.ex
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -28,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,7 +254,28 @@ def main(folder: str, library: str) -> None:
     request = server.serve()
     if request is not None:
         server.leave()
-        become(request, f"{folder}/python")
+        status = 0
+        try:
+            become(request, f"{folder}/python")
+        except SystemExit as ending:
+            if not (ending.code is None or isinstance(ending.code, int)):
+                raise
+            status = ending.code or 0
+        if sys.modules["torch.distributed"].is_initialized():
+            sys.exit(status)  # how a rank ends is what some tests are about
+        end(status)
+
+
+def end(status: int) -> None:
+    """As Python ends a process, but without clearing what the server had imported: 0.3 s."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (AttributeError, OSError, ValueError):  # none, closed, or nobody reads it: Python knows what to do
+        sys.exit(status)
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":
