@@ -108,6 +108,55 @@ def test_json_has_every_figure() -> None:
     assert figures["rest_bytes"] == pytest.approx(3.74e6 * 16 / 8, rel=0.01)
 
 
+def _offloads() -> list[tuple[int, str, str]]:
+    """Several commands of one process."""
+    said = (
+        "simulate",
+        *SMALL,
+        "--ranks",
+        "4",
+        "--node-ranks",
+        "2",
+        "--inside",
+        "90GB/s",
+        "--offload",
+        "host",
+    )
+    return [
+        _printed((*said, "--json", "--host-link", "1MB/s", "--host-memory", "1GiB")),
+        _printed((*said, "--json")),
+        _printed((*said, "--host-link", "1MB/s")),
+        _printed((*said, "--host-link", "900TB/s")),
+        _printed((*said, "--host-memory", "9MiB")),
+        _printed((*said, "--engine", "both")),
+        _printed(("simulate", *SMALL, "--host-link", "1MB/s")),
+    ]
+
+
+def test_offload_is_simulated_over_a_slower_host_link_and_in_a_nodes_share_of_memory() -> None:
+    (answers,) = ranks.run(_offloads, 1)
+    slow, own, text, fast, small, rival, none = answers
+    assert [code for code, _, _ in answers] == [0, 0, 0, 2, 2, 2, 2]
+    figures = json.loads(slow[1])["engines"]["fullshard"]
+    link = figures["host_link"]
+    moved = link["moved"]
+    num_elements = figures["host_bytes"] / 2 / 16  # of a rank; fp32 is not cast
+    assert moved["step_up"] == 16 * num_elements
+    assert moved["step_down"] == 12 * num_elements
+    assert moved["pass_down"] == 4 * num_elements
+    assert link["step_s"] == pytest.approx(12 * num_elements / 0.5e6 + 4 * num_elements / 1e6)
+    assert link["computed_step_s"] >= link["busy_s"]
+    assert figures["rest_bytes"] == 0
+    plain = json.loads(own[1])["engines"]["fullshard"]
+    assert plain["host_link"]["computed_step_s"] == plain["step_s"]
+    assert plain["host_link"]["link_bytes_s"] == plain["host_link"]["own_bytes_s"]
+    assert "step over this link, computed" in text[1]
+    assert "--host-link is 900000 GB/s, and copies of this machine reach" in fast[2]
+    assert "the 2 ranks of a host need" in small[2]
+    assert "It is for fullshard" in rival[2]
+    assert "Give --offload host." in none[2]
+
+
 def test_presets_are_listed() -> None:
     code, out, _ = _printed(("simulate", "--list"))
     assert code == 0

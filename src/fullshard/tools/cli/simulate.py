@@ -18,9 +18,11 @@ from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import table
 from fullshard.tools.cli.shared import (
     CLUSTER,
+    OFFLOAD,
     TRAINING,
     AsJson,
     CheckpointActivations,
+    HostLink,
     Listing,
     NodeRanks,
     OffloadActivations,
@@ -135,6 +137,26 @@ def _simulate(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each block.", rich_help_panel=TRAINING)
     ] = False,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="host|optimizer|auto",
+            callback=one_of("--offload", ("host", "optimizer", "auto")),
+            help="What rests in host memory.",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Memory of one node, which its ranks share (--node-ranks; without it all).",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
+    host_link: HostLink = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -179,6 +201,7 @@ def _simulate(
     if model is None:
         raise OptionError("no model was given", "Pass one; fullshard simulate --list shows the presets.")
     from fullshard.tools.simulation.models import subject
+    from fullshard.tools.simulation.network import bandwidth
     from fullshard.tools.simulation.run import Scenario
 
     where = _device(device)
@@ -198,6 +221,9 @@ def _simulate(
         checkpoint_activations="offload" if offload_activations else checkpoint_activations,
         keep_full=_keep_full(keep_full),
         compiled=compiled,
+        offload=offload,
+        host_memory_bytes=_host_memory(host_memory),
+        host_link_bytes_s=None if host_link is None else bandwidth(host_link),
         warmup=(10 if compiled else 3) if warmup is None else warmup,
         steps=steps,
     )
@@ -265,6 +291,10 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _host_memory(text: str | None) -> int | None:
+    return None if text is None else parse_size(text, "--host-memory", "Write it as 512GiB or 2TB.")
+
+
 def _keep_full(text: str | None) -> int | str | None:
     if text is None or text == "all":
         return text
@@ -283,6 +313,7 @@ examples:
   fullshard simulate --list
   fullshard simulate llama-8b --layers 8 --ranks 64 --link 50GB/s --engine both
   fullshard simulate my_model.py:make --ranks 16 --json
+  fullshard simulate llama-8b --layers 8 --ranks 8 --offload host --host-link 25GB/s
 
 Exit code 0: done; 1: the rank does not fit in memory; 2: invalid request.""",
     names=_presets,

@@ -24,8 +24,8 @@ class Rates:
     disk_write: float = 1.8e9
 
     def with_link(self, bytes_s: float) -> Rates:
-        """Another host link; both ways at once it is slower by as much as the measured one."""
-        each_way = bytes_s * Rates.link_each_way / Rates.link_one_way
+        """Another host link; while both ways are in use it is slower by as much as this one."""
+        each_way = bytes_s * self.link_each_way / self.link_one_way
         return Rates(bytes_s, each_way, self.disk_read, self.disk_write)
 
     def with_disk(self, bytes_s: float) -> Rates:

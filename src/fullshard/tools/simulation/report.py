@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fullshard.tools.simulation.host_link import LinkFigures
 from fullshard.tools.simulation.measure import Figures
 from fullshard.tools.simulation.run import Result, Scenario
 
@@ -21,6 +22,9 @@ _OPTIONS = (
     "checkpoint_activations",
     "keep_full",
     "compiled",
+    "offload",
+    "host_memory_bytes",
+    "host_link_bytes_s",
 )
 TITLES = {"fullshard": "fullshard", "fsdp2": "FSDP2"}
 
@@ -31,6 +35,7 @@ def title(scenario: Scenario) -> str:
     how += ["activations computed again"] if scenario.checkpoint_activations else []
     how += ["from inputs in host memory"] if scenario.checkpoint_activations == "offload" else []
     how += ["compiled"] if scenario.compiled else []
+    how += [f"offload {scenario.offload}"] if scenario.offload else []
     device = torch.cuda.get_device_name(scenario.device) if scenario.device.type == "cuda" else "this CPU"
     about = f"{scenario.what.about}; {', '.join(how)}"
     return f"{about}\n{scenario.network}; {device} plays rank {scenario.rank}"
@@ -71,6 +76,9 @@ def _engine_json(result: Result) -> dict[str, Any] | None:
     figures["resident_bytes"] = result.resident_bytes
     if result.plan is not None:
         figures["rest_bytes"] = _rest_bytes(result)
+    if result.link is not None:
+        figures["host_link"] = {**asdict(result.link), "busy_s": result.link.busy_s}
+        figures["host_bytes"] = result.host_bytes
     return figures
 
 
@@ -80,6 +88,9 @@ Value = Callable[[Result], float | None]
 def _rows() -> list[tuple[str, Value, Callable[[float | None], str]]]:
     def figure(read: Callable[[Figures], float]) -> Value:
         return lambda result: None if result.figures is None else read(result.figures)
+
+    def link(read: Callable[[LinkFigures], float]) -> Value:
+        return lambda result: None if result.link is None else read(result.link)
 
     return [
         ("step", figure(lambda f: f.step_s), _milliseconds),
@@ -94,12 +105,22 @@ def _rows() -> list[tuple[str, Value, Callable[[float | None], str]]]:
         ("memory, reserved", figure(lambda f: f.reserved_bytes), _size),
         ("allocator retries", figure(lambda f: f.retries), _count),
         ("memory, at rest by plan", _rest_bytes, _size),
+        ("host link, this machine's", link(lambda f: f.own_bytes_s), _rate),
+        ("host link", link(lambda f: f.link_bytes_s), _rate),
+        ("  to the device per step", link(lambda f: f.moved.pass_up + f.moved.step_up), _size),
+        ("  from the device per step", link(lambda f: f.moved.pass_down + f.moved.step_down), _size),
+        ("  in use in forward, backward", link(lambda f: f.pass_s), _milliseconds),
+        ("  in use in the optimizer step", link(lambda f: f.step_s), _milliseconds),
+        ("step over this link, computed", link(lambda f: f.computed_step_s), _milliseconds),
+        ("host memory of a node by plan", lambda result: result.host_bytes, _size),
         ("process, resident at the peak", lambda result: result.resident_bytes, _size),
     ]
 
 
 def _rest_bytes(result: Result) -> float | None:
-    """Parameters, gradients and AdamW's two moments."""
+    """Parameters, gradients and AdamW's two moments, on the device."""
+    if result.plan is not None and result.plan.resting is not None:
+        return result.plan.resting.bytes_at("device")
     return None if result.plan is None else result.plan.parameter_bytes + 3 * result.plan.gradient_bytes
 
 
@@ -120,6 +141,10 @@ def _count(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return _cell(value, "{:.0f} %")
+
+
+def _rate(value: float | None) -> str:
+    return _cell(None if value is None else value / 1e9, "{:.3g} GB/s")
 
 
 def _milliseconds(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.api import plan, shard
 from fullshard.environment import compute_device, return_memory_to_system
 from fullshard.errors import FullshardError, OptionError
+from fullshard.offload import PRESETS as OFFLOADS
+from fullshard.offload import Offload
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import parse
 from fullshard.plan.plan import Plan
 from fullshard.precision import PRESETS, Precision
+from fullshard.tools.planning.transfers import Rates
 from fullshard.tools.simulation.group import Cluster, joined
+from fullshard.tools.simulation.host_link import LinkFigures, measured_rates, over_link, refuse_faster
 from fullshard.tools.simulation.measure import Figures, measure
 from fullshard.tools.simulation.models import Subject, Training, blocks_of
 from fullshard.tools.simulation.network import Network
@@ -47,10 +51,15 @@ class Scenario:
     keep_full: int | str | None = None
     merge_units: int | None = None
     compiled: bool = False
+    offload: str | None = None
+    host_memory_bytes: int | None = None  # of a node, which its ranks share
+    host_link_bytes_s: float | None = None  # None: this machine's own
     warmup: int = 3
     steps: int = 8
 
     def __post_init__(self) -> None:
+        if self.offload is None and (self.host_memory_bytes or self.host_link_bytes_s):
+            raise OptionError("--host-memory and --host-link are for --offload", "Give --offload host.")
         if self.precision not in PRECISIONS:
             raise OptionError(
                 f"unknown precision {self.precision!r}", f"Choose one of {', '.join(map(repr, PRECISIONS))}."
@@ -66,6 +75,19 @@ class Scenario:
             )
         names = ("strategy", "across", "reduce", "keep_full", "merge_units")
         parse(**{name: getattr(self, name) for name in names})
+
+    @property
+    def host_ranks(self) -> int:
+        return self.network.node_ranks or self.network.ranks
+
+    def offload_option(self) -> Offload | None:
+        """For the rank that runs here, with its share of the node's memory."""
+        if self.offload is None:
+            return None
+        given = OFFLOADS[self.offload]
+        if self.host_memory_bytes is None:
+            return given
+        return replace(given, host=self.host_memory_bytes // self.host_ranks)
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """All ranks; with hybrid one row per node, as torchrun numbers them."""
@@ -84,6 +106,8 @@ class Result:
     figures: Figures | None
     plan: Plan | None  # fullshard's
     resident_bytes: int  # the process at its peak, on a CPU
+    link: LinkFigures | None = None  # with offload
+    host_bytes: int = 0  # of all ranks of a node, at rest by plan
 
 
 def simulate(scenario: Scenario, engine: str, timeline: Timeline | None = None) -> Result:
@@ -100,6 +124,12 @@ def simulate(scenario: Scenario, engine: str, timeline: Timeline | None = None) 
 
 def _measured(scenario: Scenario, engine: str, cluster: Cluster, timeline: Timeline | None) -> Result:
     planned: Plan | None = None
+    own = Rates()
+    if scenario.offload is not None:
+        if engine != "fullshard":
+            raise OptionError(f"--offload with --engine {engine}", "It is for fullshard: leave out --engine.")
+        own = measured_rates(scenario.device)
+        refuse_faster(scenario.host_link_bytes_s, own)
     _forget_peak()
     try:
         training = build(scenario, engine)
@@ -113,7 +143,13 @@ def _measured(scenario: Scenario, engine: str, cluster: Cluster, timeline: Timel
         if isinstance(error.__cause__, torch.OutOfMemoryError):
             return Result(engine, None, planned, 0)
         raise
-    return Result(engine, figures, planned, _peak_resident() if scenario.device.type == "cpu" else 0)
+    resident = _peak_resident() if scenario.device.type == "cpu" else 0
+    if planned is None or planned.resting is None:
+        return Result(engine, figures, planned, resident)
+    link = over_link(planned, figures.step_s, own, scenario.host_link_bytes_s)
+    return Result(
+        engine, figures, planned, resident, link, planned.resting.bytes_at("host") * scenario.host_ranks
+    )
 
 
 def build(scenario: Scenario, engine: str) -> Training:
@@ -136,6 +172,8 @@ def build(scenario: Scenario, engine: str) -> Training:
 def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
     blocks = blocks_of(model)
     hybrid = scenario.strategy == "hybrid"
+    if scenario.host_memory_bytes is not None:
+        _refuse_small_host(scenario, model)
     shard(
         model,
         strategy=scenario.strategy,
@@ -146,12 +184,28 @@ def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
         checkpoint_activations=scenario.checkpoint_activations,
         keep_full=scenario.keep_full,
         merge_units=scenario.merge_units,
+        offload=scenario.offload_option(),
         materialize=scenario.what.initialize,
     )
     if scenario.compiled:
         for block in blocks:
             block.compile()
     return blocks
+
+
+def _refuse_small_host(scenario: Scenario, model: nn.Module) -> None:
+    """The error of a node whose ranks share too little memory; sharding knows the share of one rank alone."""
+    assert scenario.offload is not None
+    plan(
+        model,
+        ranks=scenario.host_ranks if scenario.strategy == "hybrid" else scenario.network.ranks,
+        node_ranks=scenario.host_ranks,
+        strategy=scenario.strategy,
+        precision=PRECISIONS[scenario.precision],
+        keep_full=scenario.keep_full,
+        merge_units=scenario.merge_units,
+        offload=replace(OFFLOADS[scenario.offload], host=scenario.host_memory_bytes),
+    )
 
 
 def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
