@@ -97,9 +97,11 @@ def _refuse_other_device(device: torch.device, args: Any, kwargs: Any) -> None:
     """All inputs elsewhere is a mistake; some (lengths on the host, say) is not."""
     found = {t.device for t in tensors_in((args, kwargs))}
     if found and device not in found:
+        remedy = f"Move the batch: batch.to({str(device)!r})."
+        if device.type == "cpu" and "cuda" in {other.type for other in found}:
+            remedy = "Give fs.shard device='cuda', or move the batch: batch.to('cpu')."
         raise StateError(
-            f"forward got inputs on {', '.join(map(str, found))}, but the shards are on {device}",
-            f"Move the batch: batch.to({str(device)!r}).",
+            f"forward got inputs on {', '.join(map(str, found))}, but the model computes on {device}", remedy
         )
 
 
