@@ -385,9 +385,14 @@ def _fill(_value: DiskValue, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "pwritev", full)
 
 
+def _read_at_once(value: DiskValue) -> None:
+    value.start_read(100, DiskBuffers(1, 4 * NUM_ELEMENTS).take()[: 4 * NUM_ELEMENTS - 100]).wait()
+
+
 BACKGROUND: dict[str, tuple[Callable[..., None], Callable[[DiskValue], None], str]] = {
     "short read": (_cut, _read_all, "cannot read .*: it ends .* bytes too early"),
     "changed bytes": (_flip, _read_all, "cannot read .*: bytes 786432 to .* are not those that were written"),
+    "changed bytes, other ranges": (_flip, _read_at_once, "bytes 786432 to 1048576 are not those"),
     "file gone, read": (_unlink, _read_all, "cannot use .*: it was removed"),
     "file gone, write": (_unlink, _write_all, "cannot use .*: it was removed"),
     "disk full": (_fill, _write_all, "cannot write .*: No space left on device"),
@@ -416,6 +421,27 @@ def test_faults_in_the_background_are_raised_where_they_are_waited_for(
         value.complete()
         value.commit()
         assert torch.equal(tensor, before + 1)
+
+
+def test_what_a_step_has_not_written_is_checked_later_too(tmp_path: Path) -> None:
+    value, _tensor, _folder = _value(tmp_path)
+    for skipped in (1, 4):
+        _add_one(value, DiskBuffers(3, CHUNK), skipped)
+        value.complete()
+        value.commit()
+    ends = [start + length for start, length in value.ranges()]
+    assert [0, *ends] == [*(start for start, _ in value.ranges()), 4 * NUM_ELEMENTS]
+    for at in range(50, 4 * NUM_ELEMENTS, CHUNK // 2):
+        with value.path.open("r+b") as file:
+            file.seek(value._current * value._slot_bytes + at)
+            before = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([before[0] ^ 1]))
+            file.flush()
+            with pytest.raises(OffloadError, match="are not those that were written"):
+                value.read(0, memoryview(bytearray(4 * NUM_ELEMENTS)))
+            file.seek(-1, os.SEEK_CUR)
+            file.write(before)
 
 
 def test_direct_io_that_a_file_system_refuses_is_done_through_its_cache(

@@ -247,6 +247,9 @@ class _Descriptor:
             os.close(self.number)
 
 
+_Known = tuple[int, int, int | None]  # first byte, number of bytes, checksum
+
+
 class DiskValue:
     """One flat value in a file of two slots."""
 
@@ -307,25 +310,38 @@ class DiskValue:
 
     def read(self, start: int, out: memoryview) -> None:
         """Bytes of the current slot."""
-        self._read(self._current, self._checksums.get((start, len(out))), start, out)
+        self._read(self._current, self._known(start, len(out)), start, out)
 
     def write(self, start: int, data: memoryview) -> None:
         """Bytes of the other slot."""
         self._write(1 - self._current, None, start, data)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """All its bytes as (start, length): those that were written together, whose checksums are known."""
-        known = sorted(self._checksums)
-        ends = [0, *(start + length for start, length in known)]
-        if [start for start, _ in known] == ends[:-1] and ends[-1] == self.size_bytes:
-            return known
-        starts = range(0, self.size_bytes, _COPY_BYTES)
-        return [(start, min(_COPY_BYTES, self.size_bytes - start)) for start in starts]
+        """All its bytes as (start, length): what was written together, and between that small ranges."""
+        found = []
+        for first, size, checksum in self._known(0, self.size_bytes):
+            step = _COPY_BYTES if checksum is None else size
+            found += [(at, min(step, first + size - at)) for at in range(first, first + size, step)]
+        return found
+
+    def _known(self, start: int, length: int) -> list[_Known]:
+        """Ranges that make up this one, with the checksums of those that were written together."""
+        exact = self._checksums.get((start, length))
+        if exact is not None:
+            return [(start, length, exact)]
+        at, stop = start, start + length
+        parts: list[_Known] = []
+        for (first, size), checksum in sorted(self._checksums.items()):
+            if at <= first and first + size <= stop:
+                parts += [(at, first - at, None)] if at < first else []
+                parts.append((first, size, checksum))
+                at = first + size
+        return [*parts, (at, stop - at, None)] if at < stop else parts
 
     def start_read(self, start: int, out: memoryview) -> Pending:
         """`read` in the background."""
         self._reads = [p for p in self._reads if not p.is_over]
-        known = self._checksums.get((start, len(out)))
+        known = self._known(start, len(out))
         self._reads.append(self._started(self._read, self._current, known, start, out))
         return self._reads[-1]
 
@@ -354,14 +370,15 @@ class DiskValue:
         finally:
             self._file.leave()
 
-    def _read(self, slot: int, known: int | None, start: int, out: memoryview) -> None:
+    def _read(self, slot: int, known: list[_Known], start: int, out: memoryview) -> None:
         self._require_file()
-        # What no step has written may be dirty in the mapping.
-        found = self._transfer(
-            "read", os.preadv, out, slot * self._slot_bytes + start, directly=known is not None
-        )
-        if known is not None and known != found:
-            raise self._failed("read", f"bytes {start} to {start + len(out)} are not those that were written")
+        for first, size, checksum in known:
+            part, offset = out[first - start : first - start + size], slot * self._slot_bytes + first
+            # What no step has written may be dirty in the mapping.
+            found = self._transfer("read", os.preadv, part, offset, directly=checksum is not None)
+            if checksum is not None and checksum != found:
+                why = f"bytes {first} to {first + size} are not those that were written"
+                raise self._failed("read", why)
 
     def _write(self, slot: int, after: Callable[[], Any] | None, start: int, data: memoryview) -> None:
         if after is not None:
@@ -442,9 +459,7 @@ class DiskValue:
             while at < start:
                 block = bytearray(min(_COPY_BYTES, start - at))
                 self.read(at, memoryview(block))
-                known = self._written.copy()
                 self.write(at, memoryview(block))
-                self._written = known
                 at += len(block)
             at = max(at, start + length)
 
