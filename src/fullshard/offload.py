@@ -11,6 +11,7 @@ from fullshard.errors import OptionError
 from fullshard.keywords import checked_keywords
 
 KINDS = ("compute", "master", "gradients", "state")
+STEPS = ("device", "host")
 _OTHER_NAMES = {
     **dict.fromkeys(("nvme_path", "path", "folder", "nvme"), "Write disk=FOLDER."),
     **dict.fromkeys(("cpu", "cpu_memory", "max_cpu_memory", "max_in_cpu"), "Write host='90GiB'."),
@@ -39,7 +40,10 @@ class Offload:
     disk: a folder for masters and optimizer state that exceed that.
     kinds: what may rest elsewhere: 'compute' (the shards that gathers send), 'master' (those that the
         optimizer updates, where parameters are cast), 'gradients' and 'state' (what the optimizer keeps).
-    chunk: elements of each kind that an optimizer's step has on the compute device at once.
+    chunk: elements of each kind that an optimizer's step works on at once.
+    step: where the optimizer's step runs. 'device': what it needs is brought there, and the bits are those of
+        a run without offload. 'host': what rests on the host is updated there, for hosts whose memory is
+        faster than their link to the device; the results agree to rounding.
     """
 
     device: int | str = 0
@@ -47,6 +51,7 @@ class Offload:
     disk: str | os.PathLike[str] | None = None
     kinds: tuple[str, ...] = KINDS
     chunk: int = 4 * 2**20
+    step: str = "device"
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):
@@ -59,6 +64,8 @@ class Offload:
             raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")
         if not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1:
             raise OptionError(f"Offload.chunk is {self.chunk!r}", "Give a number of elements.")
+        if self.step not in STEPS:
+            raise OptionError(f"Offload.step is {self.step!r}", f"Give one of {', '.join(map(repr, STEPS))}.")
 
 
 def _bytes(name: str, value: Any) -> int:

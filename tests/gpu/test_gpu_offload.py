@@ -246,3 +246,17 @@ def _used(folder: Path) -> None:
 
 def test_every_use_of_a_model_leaves_the_same_bits(tmp_path: Path) -> None:
     ranks.run(_used, 1, tmp_path, timeout_s=120)
+
+
+def _on_the_host(folder: Path) -> None:
+    import fullshard as fs
+
+    expected = trained(precision="bf16")
+    for given in ({}, {"kinds": ("master", "state")}, {"host": 2_500_000, "disk": folder, "chunk": 30_000}):
+        found = trained(precision="bf16", offload=fs.Offload(step="host", **given))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:
+    ranks.run(_on_the_host, 1, tmp_path)

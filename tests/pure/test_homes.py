@@ -158,7 +158,15 @@ def test_sizes_are_taken_as_people_write_them() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"device": -1}, {"device": "much"}, {"host": True}, {"disk": 3}, {"kinds": ("weights",)}, {"chunk": 0}],
+    [
+        {"device": -1},
+        {"device": "much"},
+        {"host": True},
+        {"disk": 3},
+        {"kinds": ("weights",)},
+        {"chunk": 0},
+        {"step": "cpu"},
+    ],
     ids=str,
 )
 def test_a_wrong_value_is_refused_by_name(wrong: dict[str, object]) -> None:

@@ -23,6 +23,7 @@ HOMES: dict[str, Any] = {
     "optimizer": "optimizer",
     "small chunks": fs.Offload(chunk=7),
     "state alone": fs.Offload(kinds=("state",), chunk=600),
+    "step on the host": fs.Offload(kinds=("master", "state"), chunk=600, step="host"),
     "compute alone": fs.Offload(kinds=("compute",)),
 }
 

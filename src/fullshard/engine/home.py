@@ -83,10 +83,10 @@ class DeviceHome:
         pass
 
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        staged.copy_(values[start : start + len(staged)])
+        staged.copy_(values[start : start + len(staged)], non_blocking=True)
 
     def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
-        values[start : start + len(staged)].copy_(staged)
+        values[start : start + len(staged)].copy_(staged, non_blocking=True)
 
 
 class HostHome:

@@ -138,10 +138,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
-    runtimes = [runtime for runtime in runtimes if runtime.options.offload is not None]
-    lanes = [lane for runtime in runtimes for lane in runtime.lanes]
-    chunk = min((r.options.offload.chunk for r in runtimes if r.options.offload is not None), default=1)
-    return StreamedStep(optimizer, lanes, chunk) if lanes else None
+    lanes, offloads = [], []
+    for runtime in runtimes:
+        if runtime.options.offload is not None:
+            lanes += runtime.lanes
+            offloads.append(runtime.options.offload)
+    if not lanes:
+        return None
+    steps = {offload.step for offload in offloads}
+    if len(steps) > 1:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} holds parameters of models that step on the host and on the device",
+            "Give these models the same fs.Offload(step=...), or an optimizer each.",
+        )
+    return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), steps == {"host"})
 
 
 def _show_gradients(optimizer: Optimizer, known: _Checked) -> None:

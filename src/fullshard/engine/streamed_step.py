@@ -11,6 +11,8 @@ that the optimizer skips it. An element-wise step is the same for any cut: this 
 Slabs are allocated once, SLAB_SETS of each kind: while one chunk steps, the next is fetched and the last is
 stored. What rests on the compute device is used where it is.
 
+With `fs.Offload(step="host")` the chunk is on the host instead, and the streams change places.
+
 Numbers that an optimizer counts per call, in a parameter's state, in a group or in itself, are set back
 before each chunk, so that a step counts once. State that is not one value per element stays where the
 optimizer made it.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +38,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
+from fullshard.host_memory import page_locked
 from fullshard.plan.homes import SLAB_SETS
 from fullshard.plan.layout import shard_shape
 
@@ -150,7 +154,7 @@ def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
 class StreamedStep:
     """The streamed part of the steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int) -> None:
+    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int, on_host: bool) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
         self._lanes = [lane for lane in lanes if lane.homes.streams_steps]
@@ -163,7 +167,8 @@ class StreamedStep:
         self._disk = list({id(home): home for home in homes if isinstance(home, DiskHome)}.values())
         self._transfers = self._lanes[0].homes.transfers if self._lanes else Transfers(torch.device("cpu"))
         size = max((c.stop - c.start for c in self._chunks), default=0)
-        self._slabs = [_Slabs(size, self._transfers) for _ in range(SLAB_SETS)]
+        self._site = _Site(self._transfers, on_host)
+        self._slabs = [_Slabs(size, self._site) for _ in range(SLAB_SETS)]
         self._next_slabs = 0
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, _State] = {}
@@ -276,12 +281,16 @@ class StreamedStep:
                 parameter = lane.parameters[part.index]
                 state = _State(self._optimizer, span, part.index, parameter)
                 if self._numbers_on_device:
-                    state.move_numbers(self._transfers.device)
+                    state.move_numbers(self._site.device)
                 self._states[parameter] = state
         slabs = self._slabs[self._next_slabs]
         self._next_slabs = (self._next_slabs + 1) % SLAB_SETS
         staged = _Staged(chunk, shown, slabs)
         gradients = lane.gradients
+        if self._site.on_host:
+            self._site.wait(slabs.free)
+            if gradients is not None:
+                gradients.settle()
         landed = None if gradients is None else gradients.landed
         master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
         states = {key: staged.place_of_state(key) for key in span.states}
@@ -289,28 +298,28 @@ class StreamedStep:
         if gradients is not None:
             given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
         staged.master, staged.states, staged.gradients = master, states, given
-        with self._transfers.up(slabs.free, landed):
+        with self._site.inbound(slabs.free, landed):
             for place in staged.places():
                 if place.is_on_disk:
                     place.home.read_ahead(place.at_rest, place.start, len(place.values))
                 else:
                     place.fetch()
-            staged.fetched = self._transfers.mark_up()
+            staged.fetched = self._site.mark_inbound()
         return staged
 
     def _fetch_from_disk(self, staged: _Staged) -> None:
         """Reads ran ahead as far as there are buffers."""
-        with self._transfers.up(staged.slabs.free):
+        with self._site.inbound(staged.slabs.free, staged.fetched):
             for place in staged.places():
                 if place.is_on_disk:
                     place.fetch()
-            staged.fetched = self._transfers.mark_up()
+            staged.fetched = self._site.mark_inbound()
 
     def _finish_chunk(self, staged: _Staged, before: _Numbers, step: Callable[[], Any]) -> None:
         before.restore()
         if any(place.is_on_disk for place in staged.places()):
             self._fetch_from_disk(staged)
-        staged.fetched.wait()
+        self._site.wait(staged.fetched)
         self._step(staged, step)
         self._store(staged)
         lane = staged.chunk.span.lane
@@ -346,10 +355,10 @@ class StreamedStep:
             cast = staged.slabs.place(chunk, ".compute", shard.home, shard.values, chunk.start)
             cast.values.copy_(staged.master.values)
             places.append(cast)
-        with self._transfers.down(self._transfers.now()):
+        with self._site.outbound(self._transfers.now()):
             for place in places:
                 place.store()
-            staged.slabs.free = self._transfers.mark_down()
+            staged.slabs.free = self._site.mark_outbound()
 
     def _take_states(self, staged: _Staged, part: Part) -> None:
         """What the step has made or replaced for one parameter goes into its place."""
@@ -358,16 +367,16 @@ class StreamedStep:
             if key not in staged.states:  # the first step makes it
                 chunk.span.state(key)
                 staged.states[key] = place = staged.place_of_state(key)
-                with self._transfers.up(self._transfers.now()):
+                with self._site.inbound(self._transfers.now()):
                     place.fetch()
-                    fetched = self._transfers.mark_up()
-                fetched.wait()
+                    fetched = self._site.mark_inbound()
+                self._site.wait(fetched)
             shaped = _shaped(staged.states[key].values[chunk.within(part)], lane, part)
             if shaped.data_ptr() != value.data_ptr():
                 shaped.copy_(value)
 
     def _gradients(self, staged: _Staged) -> torch.Tensor:
-        """On the compute device, with the factors that clipping has left, and what user code has set."""
+        """Where the step runs, with the factors that clipping has left, and what user code has set."""
         chunk, lane = staged.chunk, staged.chunk.span.lane
         own, given = lane.gradients, staged.gradients
         if given is not None and own is not None:
@@ -403,6 +412,36 @@ class StreamedStep:
             place.copy_(flat[part.start - start : part.stop - start])
 
 
+class _Site:
+    """Where steps run, and how values come there and go back."""
+
+    def __init__(self, transfers: Transfers, on_host: bool) -> None:
+        self.transfers, self.on_host = transfers, on_host
+        self.device = torch.device("cpu") if on_host else transfers.device
+        self.kind = "host" if on_host else "device"  # values in this home are used where they are
+
+    def inbound(self, *after: Mark | None) -> AbstractContextManager[Any]:
+        return self.transfers.down(*after) if self.on_host else self.transfers.up(*after)
+
+    def outbound(self, *after: Mark | None) -> AbstractContextManager[Any]:
+        return self.transfers.up(*after) if self.on_host else self.transfers.down(*after)
+
+    def mark_inbound(self) -> Mark:
+        return self.transfers.mark_down() if self.on_host else self.transfers.mark_up()
+
+    def mark_outbound(self) -> Mark:
+        return self.transfers.mark_up() if self.on_host else self.transfers.mark_down()
+
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            (mark.synchronize if self.on_host else mark.wait)()
+
+    def memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.on_host and self.transfers.device.type == "cuda":
+            return page_locked(num_elements * dtype.itemsize).view(dtype)
+        return torch.empty(num_elements, dtype=dtype, device=self.device)
+
+
 @dataclass
 class _Place:
     """Where a step has the values of one kind of a chunk."""
@@ -410,7 +449,7 @@ class _Place:
     home: Home
     at_rest: torch.Tensor
     start: int
-    values: torch.Tensor  # on the compute device
+    values: torch.Tensor  # where the step runs
     is_copy: bool
 
     @property
@@ -427,26 +466,24 @@ class _Place:
 
 
 class _Slabs:
-    """Memory on the compute device for the values of one chunk at a time."""
+    """Memory for the values of one chunk at a time, where it steps."""
 
-    def __init__(self, num_elements: int, transfers: Transfers) -> None:
-        self._num_elements, self._transfers = num_elements, transfers
+    def __init__(self, num_elements: int, site: _Site) -> None:
+        self._num_elements, self._site = num_elements, site
         self._slabs: dict[_Key, torch.Tensor] = {}
         self.free: Mark | None = None  # the last chunk is stored
 
     def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
         slab = self._slabs.get((kind, dtype))
         if slab is None:
-            if self.free is not None:
-                self.free.wait()
-            device = self._transfers.device
-            slab = self._slabs[kind, dtype] = torch.empty(self._num_elements, dtype=dtype, device=device)
-            self.free = self._transfers.now()  # the memory may have been used on the compute stream
+            self._site.wait(self.free)
+            slab = self._slabs[kind, dtype] = self._site.memory(self._num_elements, dtype)
+            self.free = self._site.transfers.now()  # the memory may have been used on the compute stream
         return slab[: chunk.stop - chunk.start]
 
     def place(self, chunk: Chunk, kind: str, home: Home, at_rest: torch.Tensor, start: int) -> _Place:
         """Where `chunk`'s values of one kind are while it steps; they rest from element `start` on."""
-        if home.kind == "device":
+        if home.kind == self._site.kind:
             values = at_rest.data[start : start + chunk.stop - chunk.start]
             return _Place(home, at_rest, start, values, is_copy=False)
         return _Place(home, at_rest, start, self.slab(chunk, kind, at_rest.dtype), is_copy=True)
@@ -454,7 +491,7 @@ class _Slabs:
 
 @dataclass
 class _Staged:
-    """A chunk that is on the compute device, or on its way there."""
+    """A chunk that is where it steps, or on its way there."""
 
     chunk: Chunk
     shown: list[Part]
