@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 import documents
+from fullshard.engine.transfers import HELD
+from fullshard.offload import Offload
+from fullshard.plan.homes import AUTO_SHARE, SLAB_SETS
+from fullshard.tools.planning.transfers import Rates
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,20 @@ def test_some_cells_of_the_table_are_what_the_planner_computes(
     check(planned, printed["4 x 24 GiB", "`None`"], 24, 4, None)
     for column, request in enumerate(planned["requests"](64)[:2]):
         check(planned, printed["1 x 24 GiB", "64 GiB"].split(" / ")[column], 24, 1, request)
+
+
+def test_the_page_has_the_numbers_of_the_engine() -> None:
+    text = (documents.ROOT / "docs" / "offload.md").read_text()
+    chunk = Offload.chunk // 2**20
+    slabs = 18 * SLAB_SETS * chunk
+    assert f"{SLAB_SETS} sets of a chunk of each kind" in text
+    assert f"{SLAB_SETS} · {chunk} Mi · 18 bytes = {slabs} MiB" in text
+    assert f"by default {chunk} Mi)" in text
+    assert HELD == 2
+    assert "at most three gradient" in text
+    assert f"{AUTO_SHARE:.0%}".replace("%", " %") + " of what is free" in text
+    seconds = Rates().link_s(16, 14) * 1e9
+    assert f"takes at least {seconds:.2f} s per billion parameters" in text
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,18 @@ def test_a_budget_that_cannot_be_met_is_the_same_error_on_all_ranks(tmp_path: Pa
     for text in first:
         assert text.startswith("OffloadError the 2 ranks of a host need ")
         assert "Any one of these is enough: fs.Offload(host='" in text
+
+
+def on_hosts_of_different_size() -> Any:
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 - my_rank())
+    model = engines.shard_blocks(engines.build(), offload=fs.Offload(host=24_000, device=2_000))
+    return fs.plan(model).resting
+
+
+def test_ranks_choose_the_same_homes_where_hosts_have_different_numbers_of_them() -> None:
+    one, other = ranks.run(on_hosts_of_different_size, 2)
+    assert one == other
+    assert one.budget.node_ranks == 2
 
 
 def test_the_plan_prints_bytes_per_home_per_rank_and_per_host() -> None:
