@@ -19,7 +19,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
-	bench-checkpoint bench-plan clean
+	bench-checkpoint bench-offload bench-plan clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 an
 
 bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py
+
+bench-offload: env ## Values in host memory: fullshard beside FSDP2's CPUOffloadPolicy; needs a GPU and 128 GiB of host memory
+	$(BIN)/python bench/offload.py
 
 bench-plan: env ## What fullshard plan predicts beside what CUDA allocates; needs a GPU
 	$(BIN)/python bench/plan_check.py
