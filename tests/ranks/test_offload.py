@@ -120,6 +120,7 @@ def _strategies(cases: list[tuple[str, str]], folder: Path) -> None:
                 same(trained(offload=offload, **options), expected)
             except Exception as error:
                 raise AssertionError(f"{strategy}, {precision}, {name}: {error!r}") from error
+        ranks.end_groups_of_models()
     gc.collect()
 
 
@@ -150,6 +151,7 @@ def _optimizers(folder: Path) -> None:
                 same(trained(optimizer_fn, accumulate=2, offload=offload), expected)
             except Exception as error:
                 raise AssertionError(f"{name}, {offload}: {error!r}") from error
+        ranks.end_groups_of_models()
 
 
 def test_every_element_wise_optimizer_of_torch_steps_in_chunks_with_the_same_bits(tmp_path: Path) -> None:
