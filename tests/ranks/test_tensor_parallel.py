@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import ranks
 import reference
+import tables
 import tensor_parallel_models as models
 from engines import shard_blocks
 from reference import Trace, adamw
@@ -122,9 +122,13 @@ def _reference(case: Case) -> Trace:
     )
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_tensor_parallel_model_sharded_over_the_other_axis_trains_as_in_one_process(half: int) -> None:
-    names = list(CASES)[half::2]
+# Each has its strategy, its sizes and its way of cutting in another case as well.
+LONG = ("zero2", "uneven, replicate", "by sequence")
+
+
+@tables.some("is_long", [False, True], False)
+def test_tensor_parallel_model_sharded_over_the_other_axis_trains_as_in_one_process(is_long: bool) -> None:
+    names = [name for name in CASES if (name in LONG) == is_long]
     found = ranks.run(_traces, 4, names, init=True, timeout_s=240)
     for name in names:
         joined = reference.combine([traces[name] for traces in found])
