@@ -99,13 +99,17 @@ def test_offloaded_fits_have_the_bits_of_fits_without_and_the_numbers_of_plain_l
         assert_same_run(found, fitted(make, **run))
 
 
-def test_a_second_trainer_with_another_offload_is_refused() -> None:
+def _second_trainer() -> None:
     module, data = Lit(), cases.loader(cases.batches(0, 1))
     with cases.quietly():
         cases.trainer(sharded(cpu_offload=True)).fit(module, data)
         cases.trainer(sharded(offload="host")).fit(module, data)
         with pytest.raises(fs.FullshardError, match=r"is sharded already with offload=Offload"):
             cases.trainer(sharded()).fit(module, data)
+
+
+def test_a_second_trainer_with_another_offload_is_refused() -> None:
+    ranks.run(_second_trainer, 1, timeout_s=120)
 
 
 @pytest.mark.parametrize("kind", [FullShardStrategy, FullShardFabricStrategy])
