@@ -213,3 +213,6 @@ def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
     assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000) == SLAB_SETS * 180
     assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000) == SLAB_SETS * 160
     assert slab_bytes([CAST, frozen], [LaneHomes(), EVERYTHING], 1000) == 0
+    # A step on the host has there what does not rest there.
+    assert slab_bytes([CAST], [EVERYTHING], 1000, "host") == 0
+    assert slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, "host") == SLAB_SETS * 60

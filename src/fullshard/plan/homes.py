@@ -108,7 +108,8 @@ def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, fre
     device, host = offload.device, offload.host
     if device == "auto":
         away = [LaneHomes("host", "host", "host", "host")] * len(lanes)
-        room = free.device - full_bytes - slab_bytes(lanes, away, offload.chunk)
+        slabs = slab_bytes(lanes, away, offload.chunk) if offload.step == "device" else 0
+        room = free.device - full_bytes - slabs
         device = max(0, int(room * AUTO_SHARE))
     if host == "auto":
         host = int(free.host * AUTO_SHARE)
@@ -246,8 +247,10 @@ def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place,
     return totals
 
 
-def slab_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
-    """Device memory of a streamed step: for each kind that rests elsewhere a chunk, SLAB_SETS times."""
+def slab_bytes(
+    lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
+) -> int:
+    """Memory of a streamed step where it runs: SLAB_SETS chunks of each kind that rests elsewhere."""
     by_kind: dict[str, int] = {}  # bytes per element
     num_elements = 0
     for lane, home in zip(lanes, homes, strict=True):
@@ -256,7 +259,7 @@ def slab_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: in
         num_elements = max(num_elements, min(chunk, lane.num_elements))
         for kind, place, num_bytes in held(lane, home):
             name = kind if lane.master or kind != "compute" else "master"  # one shard for both
-            if place != "device":
+            if place != step:
                 by_kind[name] = max(by_kind.get(name, 0), num_bytes // lane.num_elements)
     return SLAB_SETS * num_elements * sum(by_kind.values())
 
@@ -269,6 +272,7 @@ class Resting:
     homes: tuple[LaneHomes, ...]
     budget: Budget
     chunk: int
+    step: str = "device"  # where an optimizer's step runs
 
     def bytes_at(self, place: Place, kind: str | None = None) -> int:
         """Of one rank, of one kind or of all."""
@@ -290,8 +294,8 @@ class Resting:
 
     @property
     def slab_bytes(self) -> int:
-        """On the device of each rank, from the first step on."""
-        return slab_bytes(self.lanes, self.homes, self.chunk)
+        """Of each rank, where its steps run, from the first one on."""
+        return slab_bytes(self.lanes, self.homes, self.chunk, self.step)
 
     def describe(self, index: int) -> str:
         """The homes of one lane: 'host', or 'device; state host'."""
@@ -312,4 +316,4 @@ def rest_under(
     each = tuple(bytes_of(lane, strategy == "replicate") for lane in lanes)
     budget = budget_of(offload, each, full_bytes, free)
     homes = choose(each, budget, more_hosts=strategy not in ("replicate", "hybrid"))
-    return Resting(each, tuple(homes), budget, offload.chunk)
+    return Resting(each, tuple(homes), budget, offload.chunk, offload.step)

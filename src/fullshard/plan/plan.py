@@ -171,7 +171,7 @@ class Plan:
         if resting.bytes_at("disk"):
             lines.append("on disk each value has two slots, which the last column counts")
         if resting.slab_bytes:
-            lines.append(f"optimizer step: slabs of {size(resting.slab_bytes)} on the device")
+            lines.append(f"optimizer step: slabs of {size(resting.slab_bytes)} on the {resting.step}")
         if budget.host is not None:
             lines.append(f"budget of {host}: {size(budget.host * budget.node_ranks)}")
         return lines
