@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,45 @@ def _train(folder: Path) -> dict[str, list[torch.Tensor]]:
 def test_a_fault_of_one_ranks_disk_is_raised_by_all_and_changes_nothing(tmp_path: Path) -> None:
     expected = ranks.run(_train, 2, tmp_path)[0]
     ranks.run(_fail, 2, tmp_path, expected, timeout_s=120)
+
+
+def _gather_fails(folder: Path) -> None:
+    eight_bit = fs.Precision(gather=torch.int8, wire=torch.int8)
+    # Bytes for gradients, shards in bf16, and what 8-bit gradients leave over.
+    for precision, host in (("fp32", 3_000), ("bf16", 6_000), (eight_bit, 15_000)):
+        offload = fs.Offload(host=host, disk=folder, chunk=300)
+        model = engines.shard_blocks(engines.build(), precision=precision, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        _assert_fails(partial(_backward, model, 0), "short read", folder)  # the first forward
+        for _ in range(2):
+            _backward(model, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if precision != "bf16":  # whose shards rest in memory
+            _assert_fails(partial(_backward, model, 1), "changed bytes", folder)
+            _backward(model, 1)
+            optimizer.step()
+        for name in ("short read", "removed files"):
+            _assert_fails(partial(_enter_full, model), name, folder)
+
+
+def _assert_fails(read: Callable[[], None], fault: str, folder: Path) -> None:
+    inject, message = FAULTS[fault]
+    with inject(folder) if my_rank() == 1 else nullcontext():
+        with pytest.raises(OffloadError) as caught:
+            read()
+        torch.distributed.barrier()
+    for word in ("rank 1", "unit", "value-", message):
+        assert word in str(caught.value), (fault, str(caught.value))
+
+
+def _enter_full(model: nn.Module) -> None:
+    with fs.full(model, writeback=False):
+        pass
+
+
+def test_a_file_that_cannot_be_read_for_a_gather_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(_gather_fails, 2, tmp_path, timeout_s=120)
 
 
 def _no_room(folder: Path) -> str:

@@ -70,8 +70,10 @@ class DiskHome:
     # ---- a step
 
     def read_ahead(self, values: torch.Tensor, start: int, num_elements: int) -> None:
+        if not num_elements:
+            return
         value, place = self._place(values, start, num_elements)
-        if num_elements and place not in self._ahead and self._pool("read", place[2]).num_left:
+        if place not in self._ahead and self._pool("read", place[2]).num_left:
             self._begin_read(value, place)
 
     def _begin_read(self, value: DiskValue, place: _Range) -> None:

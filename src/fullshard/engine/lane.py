@@ -38,6 +38,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -55,7 +56,7 @@ from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
 from fullshard.engine.wire import Wire, parameter_wire
 from fullshard.engine.writes import Writes, set_data
-from fullshard.errors import StateError, unit_label
+from fullshard.errors import OffloadError, StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
 from fullshard.plan.tensor_parallel import Spec, local_of, spec_of
 from fullshard.precision import LaneDtypes
@@ -218,7 +219,7 @@ class Lane:
             if isinstance(self.home, DiskHome):
                 self.home.edited(self.rest)
             if self.compute_shard is not None:
-                self.compute_shard.is_current = False
+                self.compute_shard.master_edited()
 
     def stepped(self) -> None:
         """An optimizer's step wrote the sharded parameters, and the compute shard with them."""
@@ -227,7 +228,28 @@ class Lane:
 
     def _sent(self) -> torch.Tensor:
         """What a gather sends, on the compute device, in the dtype of rest or of compute."""
-        return self.home.stage(self.rest) if self.compute_shard is None else self.compute_shard.staged()
+        shard = self.compute_shard
+        if shard is None:
+            return self.read(self.home, partial(self.home.stage, self.rest))
+        if shard.is_current or shard.edited_here:
+            return self.read(shard.home, shard.staged)
+        try:
+            return self.read(self.home, shard.staged)
+        except OffloadError:
+            shard.master_written()  # on ranks that could read it, too
+            raise
+
+    def read(self, home: Home, stage: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """For a collective. A disk that fails on one rank is an error on all: they would wait for it."""
+        if home.kind != "disk":
+            return stage()
+        problem: OffloadError | None = None
+        try:
+            values = stage()
+        except OffloadError as error:
+            problem = OffloadError(f"{unit_label(self.unit)}: {error.what}", error.remedy)
+        self.comm.raise_together(problem)
+        return values
 
     def _allocate(self) -> None:
         if not self._storage.nbytes():
@@ -342,7 +364,7 @@ class Lane:
         if not self.permanent:
             self.home.put_back(self.rest, self.full if self.replicated else self.own)
         if self.compute_shard is not None:
-            self.compute_shard.is_current = False
+            self.compute_shard.master_written()
         if self._node_share is not None:
             self._node_share.invalidate()
 
@@ -361,6 +383,10 @@ class Lane:
         if self.replicated:
             return shard if shard is not self.rest else self.home.stage(shard)
         flat = self._empty(self.layout.total, shard.dtype)
+        if shard is self.rest and self.home.kind == "disk":
+            # Not through its mapping: a fault of the disk would end the process there.
+            self.follow_edits()
+            shard = self.read(self.home, partial(self.home.stage, shard))
         self.own_interval(flat).copy_(shard)
         return self._gather_flat(flat, tag)
 
@@ -408,7 +434,7 @@ class Lane:
             own = self.unsharded if self.replicated else self.own_interval(self.unsharded)
             self.home.put_back(self.rest, own)
             if self.compute_shard is not None:
-                self.compute_shard.is_current = False
+                self.compute_shard.master_written()
         self.unsharded = None
         self.show_sharded()
 
@@ -459,6 +485,16 @@ class ComputeShard:
         self._lane, self.home = lane, lane.homes.compute
         self.values = self.home.zeros(len(lane.rest), lane.dtypes.compute)
         self.is_current = False
+        self.edited_here = False  # it is not current by user code, perhaps on this rank alone
+
+    def master_written(self) -> None:
+        """By the engine, on all ranks."""
+        self.is_current = self.edited_here = False
+
+    def master_edited(self) -> None:
+        """By user code."""
+        self.edited_here |= self.is_current
+        self.is_current = False
 
     def staged(self) -> torch.Tensor:
         if self.is_current:
@@ -466,7 +502,7 @@ class ComputeShard:
         lane = self._lane
         cast = lane.home.stage(lane.rest).to(lane.dtypes.compute)
         self.home.put_back(self.values, cast)
-        self.is_current = True
+        self.is_current, self.edited_here = True, False
         return cast
 
 
@@ -534,7 +570,8 @@ class ReceiveBuffer:
         if self._encoded is None or not again:
             if self._encoded is None:
                 self._encoded = self._mine.new_empty(self._mine.shape)
-            self._wire.encode(lane.home.stage(lane.rest)[None], self._encoded[None])
+            rest = lane.read(lane.home, partial(lane.home.stage, lane.rest))
+            self._wire.encode(rest[None], self._encoded[None])
         self._storage.resize_(self._size_bytes)
         self._mine.copy_(self._encoded)
         return lane.comm.gather(self._flat, self._mine, tag)

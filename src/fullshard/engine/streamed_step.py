@@ -246,7 +246,7 @@ class StreamedStep:
             home.abandon()
         for chunk in self._on_disk:
             if chunk.span.lane.compute_shard is not None:
-                chunk.span.lane.compute_shard.is_current = False
+                chunk.span.lane.compute_shard.master_written()
         for state in self._states.values():
             state.undo()
         self._states.clear()
