@@ -254,8 +254,11 @@ def _on_the_host(folder: Path) -> None:
     expected = trained(precision="bf16")
     for given in ({}, {"kinds": ("master", "state")}, {"host": 2_500_000, "disk": folder, "chunk": 30_000}):
         found = trained(precision="bf16", offload=fs.Offload(step="host", **given))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        losses, norms = expected[:2]
+        torch.testing.assert_close(found[0], losses, rtol=1e-3, atol=0)
+        torch.testing.assert_close(found[1], norms, rtol=1e-2, atol=0)
+        for one, other in zip(found[2:], expected[2:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)  # a fifth of one update of Adam
 
 
 def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:

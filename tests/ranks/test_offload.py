@@ -156,3 +156,13 @@ def _optimizers(folder: Path) -> None:
 
 def test_every_element_wise_optimizer_of_torch_steps_in_chunks_with_the_same_bits(tmp_path: Path) -> None:
     ranks.run(_optimizers, 2, tmp_path)
+
+
+def _in_many_chunks(folder: Path) -> None:
+    expected = trained(precision="bf16")
+    offload = fs.Offload(chunk=7, host=24_000, disk=folder)
+    same(trained(precision="bf16", offload=offload), expected)
+
+
+def test_a_step_reads_ahead_no_further_than_it_has_buffers(tmp_path: Path) -> None:
+    ranks.run(_in_many_chunks, 1, tmp_path)

@@ -184,12 +184,12 @@ class _HeldInHost(Held):
             for tensor in _watched(args, kwargs)
         ]
         self._copies = [copy(tensor) for tensor in large.values()]
-        self._node = _hold(list(large.values()), self._copies)
+        self._saved = _hold(list(large.values()), self._copies)
         self._previous = previous
 
     def arguments(self) -> Arguments:
         self._refuse_written()
-        back = dict(zip(self._places, self._node.saved_tensors, strict=True))
+        back = dict(zip(self._places, self._saved.grad_fn.saved_tensors, strict=True))
         previous = None if self._previous is None else self._previous()
         if previous is not None:
             previous.prefetch()
@@ -221,10 +221,10 @@ class _Save(torch.autograd.Function):
 
 
 def _hold(tensors: list[torch.Tensor], copies: list[_Copy]) -> Any:
-    """The node that has these copies for its saved tensors."""
+    """The result of a node that has these copies for its saved tensors; until torch 2.12 it keeps them."""
     left = iter(copies)
     with torch.autograd.graph.saved_tensors_hooks(lambda _: next(left), _Copy.fetch):
-        return _Save.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
+        return _Save.apply(*tensors)  # type: ignore[no-untyped-call]
 
 
 class _Copy:

@@ -89,11 +89,16 @@ class AwayGradient(GradShard):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _SCALES and len(args) == 2 and not kwargs and _is_factor(args[1]):
-            scaled = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            if all(isinstance(g, AwayGradient) and not g.holder.postponed for g in scaled):
+            many = func is torch._foreach_mul_
+            scaled = args[0] if many else [args[0]]
+            if not any(isinstance(g, GradShard) and g.holder.postponed for g in scaled):
+                near = [g for g in scaled if not isinstance(g, AwayGradient)]
+                if near:  # together: in one call for those on the device
+                    func(near, args[1])
                 for gradient in scaled:
-                    gradient.scale(args[1])
-                return None if func is torch._foreach_mul_ else args[0]
+                    if isinstance(gradient, AwayGradient):
+                        gradient.scale(args[1])
+                return None if many else args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
     def scale(self, factor: Factor) -> None:

@@ -78,6 +78,8 @@ class DiskHome:
 
     def _begin_read(self, value: DiskValue, place: _Range) -> None:
         pool = self._pool("read", place[2])
+        while not pool.num_left:
+            self._drop(next(reversed(self._ahead)))  # the last to be needed: it is read when it is
         buffer = pool.take()
         self._ahead[place] = value.start_read(place[1], _part(buffer, place)), buffer, pool
 
@@ -119,10 +121,13 @@ class DiskHome:
             value.abandon()
 
     def _drop_ahead(self) -> None:
-        for pending, buffer, pool in self._ahead.values():
-            pending.settle()
-            pool.give(buffer)
-        self._ahead.clear()
+        for place in list(self._ahead):
+            self._drop(place)
+
+    def _drop(self, place: _Range) -> None:
+        pending, buffer, pool = self._ahead.pop(place)
+        pending.settle()
+        pool.give(buffer)
 
     def edited(self, values: torch.Tensor) -> None:
         """User code wrote into views of it."""
