@@ -87,12 +87,12 @@ def _even_slice(site: Site, local: torch.Tensor, dtype: torch.dtype | None) -> L
     assert lane is not None
     spec = lane.specs[site.index]
     assert spec is not None
-    part = local.detach() if lane.replicated else _tensor_parallel_part(site, local)
+    part = local.detach().to(lane.comm.device) if lane.replicated else _tensor_parallel_part(site, local)
     members = lane.comm.world.members
     index, count = members.index(lane.comm.world_rank), prod(spec.shape)
     start, stop = (count * i // len(members) for i in (index, index + 1))
     unsharded = spec.wrap(part.contiguous()).full_tensor().reshape(-1)
-    values = unsharded[start:stop].clone()  # frees the unsharded value at once
+    values = unsharded[start:stop].to(local.device, copy=True)  # frees the unsharded value at once
     return LocalSlice(Tensor(site.name, dtype or local.dtype, piece.global_shape), start, stop, values)
 
 
@@ -103,7 +103,7 @@ def _tensor_parallel_part(site: Site, local: torch.Tensor) -> torch.Tensor:
     comm = lane.comm
     kept = [lane.layout.kept(piece, rank) for rank in range(comm.ranks)]
     sizes = [stop - start for start, stop in kept]
-    rows = torch.zeros(comm.ranks, max(sizes), dtype=local.dtype, device=local.device)
+    rows = torch.zeros(comm.ranks, max(sizes), dtype=local.dtype, device=comm.device)
     rows[comm.rank, : sizes[comm.rank]].copy_(local.detach().reshape(-1))
     if rows.numel():
         operation = comm.gather(as_bytes(rows), as_bytes(rows[comm.rank]), comm.tag(lane.unit, "save"))
