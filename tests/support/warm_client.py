@@ -3,6 +3,7 @@
 Standard library only, and little of it: this is what a command costs.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -24,9 +25,14 @@ def ask(address: str, words: list[str]) -> int:
     (process,) = NUMBER.unpack(channel.recv(NUMBER.size, socket.MSG_WAITALL))
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(process, number))
+            signal.signal(number, lambda number, _: pass_on(process, number))
     answer = channel.recv(NUMBER.size, socket.MSG_WAITALL)
     return int(NUMBER.unpack(answer)[0]) if answer else 70
+
+
+def pass_on(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+        os.kill(process, number)
 
 
 def end(status: int) -> None:
