@@ -34,6 +34,13 @@ def page_locked(size_bytes: int) -> torch.Tensor:
     return memory
 
 
+def host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory for copies from and to this device, all zero."""
+    if device.type != "cuda":
+        return torch.zeros(num_elements, dtype=dtype)
+    return page_locked(num_elements * dtype.itemsize).view(dtype)
+
+
 def lock_pages(address: int, size_bytes: int) -> bool:
     """Whether it worked. Where it does not, copies are slower, but correct."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -60,10 +60,6 @@ class DiskHome:
         mark.wait()
         return staged
 
-    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
-        values.copy_(staged)
-        return Mark(None)
-
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
 

@@ -11,7 +11,7 @@ from fullshard.comm.groups import Comm
 from fullshard.engine.away_gradients import AwayGradient, Factor
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, Holder
-from fullshard.engine.home import Home
+from fullshard.engine.home import Home, HostHome
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
 from fullshard.plan.layout import Layout, Piece, shard_shape
@@ -87,7 +87,7 @@ class LaneGradients:
             return
         self._factors.clear()
         self._norms = self._norms_of(staged)
-        self.landed = self.home.land(self.own, staged)
+        self._land(self.own, staged)
 
     def staged_flat(self) -> torch.Tensor:
         """Every interval of a replicated lane, on the compute device."""
@@ -95,7 +95,11 @@ class LaneGradients:
 
     def put_back_flat(self, staged: torch.Tensor) -> None:
         if staged is not self.flat:
-            self.landed = self.home.land(self.flat, staged)
+            self._land(self.flat, staged)
+
+    def _land(self, values: torch.Tensor, staged: torch.Tensor) -> None:
+        assert isinstance(self.home, HostHome)  # gradients never rest on disk
+        self.landed = self.home.land(values, staged)
 
     def _norms_of(self, staged: torch.Tensor) -> list[torch.Tensor] | None:
         if self._away_from is None or self.home.kind == "device":

@@ -17,7 +17,7 @@ import torch
 
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.transfers import Mark, Transfers
-from fullshard.host_memory import page_locked
+from fullshard.host_memory import host_zeros
 from fullshard.plan.homes import LaneHomes, Place
 
 Kind = Literal["device", "host", "disk"]
@@ -35,12 +35,8 @@ class Home(Protocol):
         """Values that rest here, on the compute device, for reading; not read before `after` is reached."""
         ...
 
-    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
-        """Begin to write what lies on the compute device into values that rest here: over at the mark."""
-        ...
-
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
-        """The same, and over when this returns."""
+        """Write what lies on the compute device into values that rest here."""
         ...
 
     # A step works on ranges of values. Its streams order what these begin.
@@ -72,10 +68,6 @@ class DeviceHome:
     def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
         return values
 
-    def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
-        values.copy_(staged)
-        return Mark(None)
-
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
 
@@ -98,22 +90,18 @@ class HostHome:
         self.transfers, self.compute_device = transfers, transfers.device
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.compute_device.type == "cpu":
-            return torch.zeros(num_elements, dtype=dtype)
-        return page_locked(num_elements * dtype.itemsize).view(dtype)
+        return host_zeros(num_elements, dtype, self.compute_device)
 
     def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
         staged = torch.empty_like(values, device=self.compute_device)
-        self.bring(values, staged, after).wait()
+        with self.transfers.up(self.transfers.now(), after):
+            staged.copy_(values, non_blocking=True)
+            copied = self.transfers.mark_up()
+        copied.wait()
         return staged
 
-    def bring(self, values: torch.Tensor, place: torch.Tensor, after: Mark | None = None) -> Mark:
-        """Begin to copy to the compute device: over at the mark."""
-        with self.transfers.up(self.transfers.now(), after):
-            place.copy_(values, non_blocking=True)
-            return self.transfers.mark_up()
-
     def land(self, values: torch.Tensor, staged: torch.Tensor) -> Mark:
+        """`put_back` beside computing: over at the mark."""
         with self.transfers.down(self.transfers.now()):
             values.copy_(staged, non_blocking=True)
             mark = self.transfers.mark_down()

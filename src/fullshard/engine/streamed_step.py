@@ -38,7 +38,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
-from fullshard.host_memory import page_locked
+from fullshard.host_memory import host_zeros
 from fullshard.plan.homes import SLAB_SETS
 from fullshard.plan.layout import shard_shape
 
@@ -437,8 +437,8 @@ class _Site:
             (mark.synchronize if self.on_host else mark.wait)()
 
     def memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.on_host and self.transfers.device.type == "cuda":
-            return page_locked(num_elements * dtype.itemsize).view(dtype)
+        if self.on_host:
+            return host_zeros(num_elements, dtype, self.transfers.device)
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
 
