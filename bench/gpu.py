@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -32,7 +33,7 @@ import fullshard as fs
 import report
 from fullshard.tools.simulation import rivals
 from fullshard.tools.simulation.group import Cluster, joined
-from fullshard.tools.simulation.measure import AT_ONCE, Figures, measure, timed
+from fullshard.tools.simulation.measure import Figures, measure, timed
 from fullshard.tools.simulation.models import Subject, Training, blocks_of, subject
 from fullshard.tools.simulation.network import Link, Network, bandwidth
 from report import bar_plot, machine, markdown
@@ -181,7 +182,7 @@ def contest(row: Row, engines: list[str], cluster: Cluster, rounds: int, count: 
         for _ in range(3):
             step()
     with_wire = side_by_side(steps, cluster, rounds, count)
-    network, cluster.network = cluster.network, Network(row.ranks, AT_ONCE)
+    network, cluster.network = cluster.network, cluster.network.at_once()
     without = side_by_side(steps, cluster, max(1, rounds // 2), count)
     cluster.network = network
     return {
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=report.OUTPUT)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for every group of ranks
     torch.set_float32_matmul_precision("high")
     args.output.mkdir(exist_ok=True, parents=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -47,14 +47,16 @@ class WatchedWire:
     def __init__(self, waits: bool) -> None:
         from fullshard.tools.simulation.wire import Traffic
 
-        self.traffic, self.waits, self.stream = Traffic(), waits, torch.cuda.Stream()
+        self.traffic, self.waits = Traffic(), waits
+        self.streams: dict[str, Any] = {}
 
     def carry(self, message: Any, target: torch.Tensor, source: torch.Tensor, own: int | None) -> Any:
         from fullshard.tools.simulation.wire import deliver
 
+        stream = self.streams.setdefault(message.group, torch.cuda.Stream())
         if self.waits:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             deliver(target, source, own)
             done = torch.cuda.Event()
             done.record()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.byte_sizes import parse_size
-from fullshard.environment import compute_device
+from fullshard.environment import compute_device, set_default_variables
 from fullshard.errors import OptionError
 from fullshard.option_table import TABLE
 from fullshard.tools.cli.commands import Command
@@ -276,6 +276,8 @@ def simulate(scenario: Scenario, engine: str, timeline: Timeline | None) -> Resu
 def _device(name: str | None) -> torch.device:
     import torch
 
+    # Each group of ranks has a stream of its own: with CUDA's 8 queues some would share one, and wait in it.
+    set_default_variables({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -307,7 +309,7 @@ SIMULATE = Command(
     "train on one rank of a simulated cluster",
     """\
 One device runs as one rank of many. Collectives deliver plausible data and occupy the
-wire for latency + bytes / bandwidth; everything else is real.""",
+links that they use for bytes / bandwidth; everything else is real.""",
     """\
 examples:
   fullshard simulate --list

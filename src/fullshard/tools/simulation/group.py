@@ -25,7 +25,7 @@ _Group: Any = ProcessGroup  # its stubs name arguments differently between versi
 
 
 class Cluster:
-    """The network, the rank that this process plays, and its wire."""
+    """The network, the rank that this process plays, and its links."""
 
     def __init__(self, network: Network, device: torch.device, rank: int = 0) -> None:
         if not 0 <= rank < network.ranks:
@@ -69,7 +69,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, cluster: Cluster, rank: int, members: list[int], name: str) -> None:
         super().__init__(rank, len(members))
-        self._cluster, self._rank, self._members, self._name = cluster, rank, members, name
+        self._cluster, self._rank, self._name = cluster, rank, name
+        self._placement = cluster.network.placement(members)
 
     @property
     def group_name(self) -> str:
@@ -88,17 +89,15 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def _carry(
         self, kind: str, full: torch.Tensor, target: torch.Tensor, source: torch.Tensor, own: int | None
     ) -> Carried:
-        count = len(self._members)
-        if count == 1 or target.device.type != self._cluster.device.type:
+        if self._placement.ranks == 1 or target.device.type != self._cluster.device.type:
             deliver(target, source, own)  # agreements on the host do not use the wire of a device
             return Carried(None, None, target)
-        seconds = self._cluster.network.seconds(kind, full.nbytes, self._members)
-        sent = full.nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1)
-        ticket = self._cluster.wire.carry(Message(kind, sent, seconds), target, source, own)
+        load = self._cluster.network.load(kind, full.nbytes, self._placement)
+        ticket = self._cluster.wire.carry(Message(kind, load, self._name), target, source, own)
         return Carried(self._cluster, ticket, target)
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
-        return full.view(-1).view(len(self._members), -1)[self._rank]
+        return full.view(-1).view(self._placement.ranks, -1)[self._rank]
 
     # ---- what torch.distributed calls, by its old and its new names
 
@@ -126,7 +125,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def _times_ranks(self, work: Carried, values: torch.Tensor, opts: Any) -> Carried:
         """All ranks send the same values: a sum is these times the ranks, a mean or maximum is these."""
         if opts is not None and opts.reduceOp == ReduceOp.SUM:
-            work.after = partial(values.mul_, len(self._members))
+            work.after = partial(values.mul_, self._placement.ranks)
         return work
 
     def allgather(

@@ -12,10 +12,7 @@ from statistics import median
 import torch
 
 from fullshard.tools.simulation.group import Cluster
-from fullshard.tools.simulation.network import Link, Network
 from fullshard.tools.simulation.wire import event
-
-AT_ONCE = Link(1e18, 0.0)
 
 
 @dataclass(frozen=True)
@@ -25,16 +22,36 @@ class Figures:
     step_s: float
     without_wire_s: float  # if messages took no time: the same steps again; on a CPU, the step less its waits
     host_s: float  # until the step was issued; on a CPU the same as the step
-    wire_s: float  # the wire was in use
-    sent_bytes: float
+    inside_s: float  # the link inside the node was in use; 0 on a flat network
+    across_s: float  # the link to other nodes was in use; on a flat network the only one
+    latency_s: float  # of all messages
+    inside_bytes: float
+    across_bytes: float
     messages: int
-    peak_bytes: int
-    reserved_bytes: int
-    retries: int
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    retries: int = 0
+
+    @property
+    def wire_s(self) -> float:
+        """The busiest link was in use."""
+        return max(self.inside_s, self.across_s)
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.inside_bytes + self.across_bytes
+
+    @property
+    def bound_s(self) -> float:
+        """No schedule of these messages and this work takes less."""
+        return max(self.without_wire_s, self.wire_s)
 
     @property
     def exposed_s(self) -> float:
         return max(0.0, self.step_s - self.without_wire_s)
+
+
+_COUNTED = ("inside_s", "across_s", "latency_s", "inside_bytes", "across_bytes", "messages")
 
 
 def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps: int = 8) -> Figures:
@@ -51,22 +68,22 @@ def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps
         retries = _retries()
     traffic.clear()
     step()
-    wire_s, sent, messages = traffic.seconds, traffic.bytes_sent, traffic.messages
+    sent = {name: getattr(traffic, name) for name in _COUNTED}
     if not on_device:
         step_s, waited_s = _on_host(step, steps, cluster)
-        return Figures(step_s, step_s - waited_s, step_s, wire_s, sent, messages, 0, 0, 0)
+        return Figures(step_s, step_s - waited_s, step_s, **sent)
     step_s = median(timed(step, steps))
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     retries = _retries() - retries
     network = cluster.network
-    cluster.network = Network(network.ranks, AT_ONCE)
+    cluster.network = network.at_once()
     try:
         step()
         without = median(timed(step, max(3, steps // 2)))
     finally:
         cluster.network = network
     host = median(issued(step, max(3, steps // 2)))
-    return Figures(step_s, without, host, wire_s, sent, messages, peak, reserved, retries)
+    return Figures(step_s, without, host, **sent, peak_bytes=peak, reserved_bytes=reserved, retries=retries)
 
 
 def _on_host(step: Callable[[], object], steps: int, cluster: Cluster) -> tuple[float, float]:

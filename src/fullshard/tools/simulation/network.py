@@ -1,16 +1,17 @@
-"""A described network: how long a collective holds this rank's wire. Pure.
+"""A described network: what a collective asks of this rank's links. Pure.
 
 Flat: every rank has one link. Two levels: ranks of one node communicate over `inside`, and each has one link
-of its own to the other nodes. Times are those of the algorithms that NCCL uses when messages are large:
-a gather or reduce-scatter crosses between nodes once a node, because it is passed on (or summed) inside;
-in an all-to-all every rank's own message crosses.
+of its own to the other nodes. The two are separate: what is sent inside a node does not hold the link across.
+Loads are those of the algorithms that NCCL uses when messages are large: in a gather or reduce-scatter over
+several nodes what is on other nodes crosses once per node, divided among its ranks, and is passed on (or
+summed) inside; in an all-to-all every rank's own message crosses.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from fullshard.errors import OptionError
 
@@ -35,6 +36,37 @@ class Link:
 
     def __str__(self) -> str:
         return f"{self.bandwidth_bytes_s / 1e9:g} GB/s and {self.latency_s * 1e6:g} µs"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A group of ranks on nodes."""
+
+    ranks: int
+    node_ranks: int  # how many of them share a node; 1 on a flat network
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one collective asks of this rank's two links, one way. A flat network has `across` alone."""
+
+    inside_bytes: float = 0.0
+    across_bytes: float = 0.0
+    inside_s: float = 0.0
+    across_s: float = 0.0
+    latency_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes if both links are free."""
+        return self.latency_s + max(self.inside_s, self.across_s)
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.inside_bytes + self.across_bytes
+
+    def times(self, count: int) -> Load:
+        return Load(*(count * value for value in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -65,24 +97,35 @@ class Network:
             return f"{self.ranks} ranks, {self.link} each"
         return f"{self.ranks} ranks in nodes of {self.node_ranks}, {self.inside} inside, {self.link} across"
 
-    def seconds(self, kind: str, size_bytes: float, members: Sequence[int]) -> float:
-        """How long `kind` over `members` holds the wire; `size_bytes` are those of the full buffer."""
-        count = len(members)
+    def placement(self, members: Sequence[int]) -> Placement:
+        """How the ranks of a group are spread: all on one node, one on each, or several on several."""
+        if self.node_ranks is None:
+            return Placement(len(members), 1)
+        return Placement(len(members), len(members) // len({rank // self.node_ranks for rank in members}))
+
+    def load(self, kind: str, size_bytes: float, group: Placement) -> Load:
+        """What `kind` over a group asks of this rank's links; `size_bytes` are those of the full buffer."""
+        count, here = group.ranks, group.node_ranks
         if count == 1:
-            return 0.0
+            return Load()
         if kind == "all-reduce":
-            return 2 * self.seconds("reduce-scatter", size_bytes, members)
-        if self.inside is None or self.node_ranks is None:
-            return self.link.latency_s + size_bytes * (count - 1) / count / self.link.bandwidth_bytes_s
-        here = count // len({rank // self.node_ranks for rank in members})
-        near = size_bytes * (here - 1 if kind == "all-to-all" else count - 1) / count
-        near_s = near / self.inside.bandwidth_bytes_s if here > 1 else 0.0
-        if here == count:
-            return self.inside.latency_s + near_s
-        far = size_bytes * (count - here) / count
-        if kind != "all-to-all":
-            far /= here
-        return self.link.latency_s + max(near_s, far / self.link.bandwidth_bytes_s)
+            return self.load("reduce-scatter", size_bytes, group).times(2)
+        across = size_bytes * (count - here) / count
+        if kind == "all-to-all":
+            inside = size_bytes * (here - 1) / count
+        else:
+            across /= here
+            inside = size_bytes * (count - 1) / count - across
+        latency = self.link.latency_s if self.inside is None or across else self.inside.latency_s
+        inside_s = 0.0 if self.inside is None else inside / self.inside.bandwidth_bytes_s
+        return Load(inside, across, inside_s, across / self.link.bandwidth_bytes_s, latency)
+
+    def at_once(self) -> Network:
+        """The same ranks on the same nodes, with messages that take no time."""
+        return replace(self, link=_AT_ONCE, inside=None if self.inside is None else _AT_ONCE)
+
+
+_AT_ONCE = Link(1e18, 0.0)
 
 
 def bandwidth(text: str) -> float:

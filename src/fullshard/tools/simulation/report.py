@@ -12,7 +12,7 @@ from fullshard.tools.simulation.host_link import LinkFigures
 from fullshard.tools.simulation.measure import Figures
 from fullshard.tools.simulation.run import Result, Scenario
 
-_ALWAYS = ("step", "exposed communication", "wire in use", "sent", "messages")
+_ALWAYS = ("step", "exposed communication", "busiest link in use", "sent", "messages")
 _OPTIONS = (
     "rank",
     "strategy",
@@ -48,7 +48,7 @@ def table(results: list[Result]) -> str:
     for label, value, show in _rows():
         values = [value(result) for result in results]
         if any(values) or label.lstrip() in _ALWAYS:
-            rows.append([label, *map(show, values), *([] if show is _percent else _ratio(values))])
+            rows.append([label, *map(show, values), *([] if show in (_percent, _factor) else _ratio(values))])
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=False))])
@@ -72,7 +72,8 @@ def as_json(scenario: Scenario, results: list[Result]) -> dict[str, Any]:
 def _engine_json(result: Result) -> dict[str, Any] | None:
     if result.figures is None:
         return None
-    figures = {**asdict(result.figures), "exposed_s": result.figures.exposed_s}
+    derived = ("wire_s", "sent_bytes", "bound_s", "exposed_s")
+    figures = asdict(result.figures) | {name: getattr(result.figures, name) for name in derived}
     figures["resident_bytes"] = result.resident_bytes
     if result.plan is not None:
         figures["rest_bytes"] = _rest_bytes(result)
@@ -96,9 +97,14 @@ def _rows() -> list[tuple[str, Value, Callable[[float | None], str]]]:
         ("step", figure(lambda f: f.step_s), _milliseconds),
         ("  if messages took no time", figure(lambda f: f.without_wire_s), _milliseconds),
         ("  exposed communication", figure(lambda f: f.exposed_s), _milliseconds),
-        ("wire in use", figure(lambda f: f.wire_s), _milliseconds),
+        ("busiest link in use", figure(lambda f: f.wire_s), _milliseconds),
         ("  of the step", figure(lambda f: 100 * f.wire_s / f.step_s), _percent),
+        ("  step / max(compute, link)", figure(lambda f: f.step_s / f.bound_s), _factor),
+        ("link inside in use", figure(lambda f: f.inside_s), _milliseconds),
+        ("link across in use", figure(lambda f: f.across_s if f.inside_s else 0.0), _milliseconds),
+        ("latency of all messages", figure(lambda f: f.latency_s), _milliseconds),
         ("sent", figure(lambda f: f.sent_bytes), _size),
+        ("  across", figure(lambda f: f.across_bytes if f.inside_s else 0.0), _size),
         ("messages", figure(lambda f: f.messages), _count),
         ("host, until a step is issued", figure(lambda f: f.host_s if f.peak_bytes else 0.0), _milliseconds),
         ("memory, allocated at the peak", figure(lambda f: f.peak_bytes), _size),
@@ -137,6 +143,10 @@ def _cell(value: float | None, text: str) -> str:
 
 def _count(value: float | None) -> str:
     return _cell(value, "{:.0f}")
+
+
+def _factor(value: float | None) -> str:
+    return _cell(value, "{:.2f}")
 
 
 def _percent(value: float | None) -> str:

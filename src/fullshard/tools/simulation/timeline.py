@@ -1,8 +1,8 @@
-"""One step as a timeline that Perfetto (ui.perfetto.dev) opens: compute, wire and host, by unit.
+"""One step as a timeline that Perfetto (ui.perfetto.dev) opens: compute, links and host, by unit.
 
 Steps that are not traced cost nothing. For the traced step the engine has an observer; other engines are
-observed by torch's module hooks. On a GPU, compute is timed by events on its stream and the wire by events on
-the wire's stream; a span of compute begins when the device reaches it.
+observed by torch's module hooks. On a GPU, compute is timed by events on its stream and links by the device's
+clock; a span of compute begins when the device reaches it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fullshard.tools.simulation.group import Cluster
 from fullshard.tools.simulation.models import Training
 from fullshard.tools.simulation.wire import Message, event
 
-ROWS = ("compute", "wire", "host")
+LINK_ROWS = ("wire", "inside", "across")  # a flat network has the first, nodes have the others
+ROWS = ("compute", *LINK_ROWS, "host")
 ROOT = "(root)"
 
 
@@ -78,12 +79,13 @@ class Tracer:
     """Records one step: `with` begins it, `spans` reads it when it is over."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._traffic = cluster.wire.traffic
+        self._wire, self._traffic = cluster.wire, cluster.wire.traffic
+        self._flat = cluster.network.inside is None
         self._on_device = cluster.device.type == "cuda"
         self.host = Row(time.perf_counter)
         self.compute = Row(self._on_stream) if self._on_device else Row(time.perf_counter)
         self._messages: list[Message] = []
-        self._began_s = 0.0
+        self._began_s = self._wire_began_s = 0.0
         self._began: Any = None
         self._stream: Any = None
 
@@ -100,8 +102,10 @@ class Tracer:
         if self._on_device:
             torch.cuda.synchronize()
             self._stream = torch.cuda.current_stream()
+            on_device_s = self._wire.now()
             self._began = self._on_stream()
         self._began_s = time.perf_counter()
+        self._wire_began_s = on_device_s if self._on_device else self._began_s
         self._traffic.log = self._messages
         return self
 
@@ -131,8 +135,10 @@ class Tracer:
             piece = message.label or Slice(message.kind)
             if message.kind == "all-reduce":
                 piece = replace(piece, kind=message.kind)
-            start, stop = self._us(message.start), self._us(message.stop)
-            spans.append(Span("wire", piece, start, stop, message.sent_bytes))
+            for link, times in self._wire.intervals(message).items():
+                start, stop = ((when - self._wire_began_s) * 1e6 for when in times)
+                sent = message.load.inside_bytes if link == "inside" else message.load.across_bytes
+                spans.append(Span("wire" if self._flat else link, piece, start, stop, sent))
         return spans
 
     def _of_row(self, name: str, row: Row) -> list[Span]:
@@ -274,9 +280,11 @@ class Timeline:
     def add(self, engine: str, spans: list[Span]) -> None:
         number, self._engines = self._engines, self._engines + 1
         self._name("process_name", number, 0, engine)
+        links = {span.row for span in spans} & set(LINK_ROWS)
         for thread, row in enumerate(ROWS):
-            self._name("thread_name", number, thread, row)
-            self._name("thread_sort_index", number, thread, thread)
+            if row not in LINK_ROWS or row in links:
+                self._name("thread_name", number, thread, row)
+                self._name("thread_sort_index", number, thread, thread)
         for span in sorted(spans, key=lambda span: span.start_us):
             start, stop = round(span.start_us, 3), round(span.stop_us, 3)
             args: dict[str, Any] = {"unit": span.slice.unit} if span.slice.unit else {}

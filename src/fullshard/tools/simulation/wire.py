@@ -1,4 +1,7 @@
-"""This rank's one wire: it holds each message for its time and delivers plausible data, never zeros.
+"""This rank's links: they hold each message for its time and deliver plausible data, never zeros.
+
+A message takes its turn on each link that it uses, for the time of its bytes there, in the order in which
+messages become ready; it is over when the last link is through with it and its latency has passed.
 
 Zeros would make matrix products faster than they are (by a tenth, seen on an H200). What the other ranks
 would send is made from this rank's own values, which have the right size and spread.
@@ -13,56 +16,84 @@ from typing import Any
 
 import torch
 
+from fullshard.tools.simulation.network import Load
+
+LINKS = ("inside", "across")
+
 
 @dataclass
 class Message:
-    """One collective on the wire, as the timeline shows it."""
+    """One collective, as the timeline shows it."""
 
     kind: str
-    sent_bytes: float
-    seconds: float
+    load: Load
+    group: str  # the messages of a group pass one after the other, as those of a communicator of NCCL do
     label: Any = None  # what it was sent for, if that is traced
-    start: Any = None  # a time, or on a device an event
-    stop: Any = None
+    times: Any = None  # for `Wire.intervals`
+
+
+# By link, when a message held it: start and stop, in seconds of the wire's clock.
+Intervals = dict[str, tuple[float, float]]
 
 
 @dataclass
 class Traffic:
-    """What the wire has carried since it was last cleared."""
+    """What the links have carried since this was last cleared."""
 
     messages: int = 0
-    bytes_sent: float = 0.0
-    seconds: float = 0.0
+    inside_bytes: float = 0.0
+    across_bytes: float = 0.0
+    inside_s: float = 0.0
+    across_s: float = 0.0
+    latency_s: float = 0.0
     waited_s: float = 0.0  # by the host, on a CPU
     log: list[Message] | None = None  # filled only while a step is traced
     label: Any = None
 
     def add(self, message: Message) -> None:
+        load = message.load
         self.messages += 1
-        self.bytes_sent += message.sent_bytes
-        self.seconds += message.seconds
+        self.inside_bytes += load.inside_bytes
+        self.across_bytes += load.across_bytes
+        self.inside_s += load.inside_s
+        self.across_s += load.across_s
+        self.latency_s += load.latency_s
         if self.log is not None:
             message.label = self.label
             self.log.append(message)
 
     def clear(self) -> None:
-        self.messages, self.bytes_sent, self.seconds, self.waited_s = 0, 0.0, 0.0, 0.0
+        log, label = self.log, self.label
+        self.__init__()  # type: ignore[misc]
+        self.log, self.label = log, label
 
 
 @dataclass
 class HostWire:
-    """A wire between CPU ranks: data is delivered at once, its time passes in `wait`."""
+    """Links between CPU ranks: data is delivered at once, its time passes in `wait`."""
 
     traffic: Traffic = field(default_factory=Traffic)
-    free_at: float = 0.0
+    _link_free: dict[str, float] = field(default_factory=dict)
+    _group_free: dict[str, float] = field(default_factory=dict)
 
     def carry(self, message: Message, target: torch.Tensor, source: torch.Tensor, own: int | None) -> Any:
         deliver(target, source, own)
-        start = max(time.perf_counter(), self.free_at)
-        self.free_at = start + message.seconds
-        message.start, message.stop = start, self.free_at
+        load = message.load
+        begun = stop = max(time.perf_counter(), self._group_free.get(message.group, 0.0))
+        message.times = {}
+        for link, seconds in zip(LINKS, (load.inside_s, load.across_s), strict=True):
+            if seconds:
+                start = max(begun, self._link_free.get(link, 0.0))
+                self._link_free[link] = start + seconds
+                message.times[link] = (start, start + seconds)
+                stop = max(stop, start + seconds)
+        self._group_free[message.group] = stop + load.latency_s
         self.traffic.add(message)
-        return self.free_at
+        return stop + load.latency_s
+
+    def intervals(self, message: Message) -> Intervals:
+        found: Intervals = message.times
+        return found
 
     def over(self, ticket: float) -> bool:
         return time.perf_counter() >= ticket
