@@ -291,7 +291,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     Do not edit parameters through `p.data` between these micro-batches: full values may be kept.
     """
-    reduction = runtime_of(model).reduction
+    reduction = runtime_of(model, reads=False).reduction
     before, reduction.postponing = reduction.postponing, True
     try:
         yield

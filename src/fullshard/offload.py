@@ -44,6 +44,10 @@ class Offload:
     step: where the optimizer's step runs. 'device': what it needs is brought there, and the bits are those of
         a run without offload. 'host': what rests on the host is updated there, for hosts whose memory is
         faster than their link to the device; the results agree to rounding.
+    overlap: let `optimizer.step()` return before what rests on the host is updated. The update goes on behind
+        the next forward, each unit of which waits for its own values, so the bits are the same. Everything
+        that reads parameters or states through the model, a state dict or fullshard waits; for code that
+        kept a reference to a parameter or to an optimizer's state, call torch.cuda.synchronize() first.
     """
 
     device: int | str = 0
@@ -52,6 +56,7 @@ class Offload:
     kinds: tuple[str, ...] = KINDS
     chunk: int = 4 * 2**20
     step: str = "device"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):
@@ -66,6 +71,13 @@ class Offload:
             raise OptionError(f"Offload.chunk is {self.chunk!r}", "Give a number of elements.")
         if self.step not in STEPS:
             raise OptionError(f"Offload.step is {self.step!r}", f"Give one of {', '.join(map(repr, STEPS))}.")
+        if not isinstance(self.overlap, bool):
+            raise OptionError(f"Offload.overlap is {self.overlap!r}", "Give True or False.")
+        if self.overlap and self.step == "host":
+            raise OptionError(
+                "Offload.overlap is True and Offload.step is 'host'",
+                "A step on the host is over when it returns: leave out one of them.",
+            )
 
 
 def _bytes(name: str, value: Any) -> int:

@@ -57,7 +57,11 @@ def homes(folder: Path) -> dict[str, Any]:
         "small chunks": fs.Offload(chunk=5000),
         "gradients alone": fs.Offload(kinds=("gradients",)),
         "some on the device": fs.Offload(device=2**21, chunk=30_000),
-        "disk": fs.Offload(host=2_500_000, disk=folder, chunk=30_000),
+        "disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000),
+        "overlap": fs.Offload(overlap=True, chunk=30_000),
+        "overlap, optimizer": fs.Offload(kinds=("master", "state"), overlap=True),
+        "overlap, some on the device": fs.Offload(device=2**21, chunk=30_000, overlap=True),
+        "overlap, disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000, overlap=True),
     }
 
 
@@ -211,14 +215,16 @@ def test_a_gradient_scaler_skips_the_same_steps() -> None:
     ranks.run(_scaled, 1)
 
 
-def _watched(offload: Any) -> str:
+def _watched(offload: str, overlap: bool) -> str:
     import torch.cuda._sanitizer as sanitizer
 
     import fullshard as fs
 
     sanitizer.enable_cuda_sanitizer()
     try:
-        model = fs.shard(net(), precision="bf16", offload=offload, **BLOCKS)
+        kinds = ("master", "state") if offload == "optimizer" else fs.Offload().kinds
+        homes = fs.Offload(kinds=kinds, overlap=overlap, chunk=30_000)
+        model = fs.shard(net(), precision="bf16", offload=homes, **BLOCKS)
         optimizer = OPTIMIZERS["foreach"](model.parameters())
         for _ in range(3):
             model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean().backward()
@@ -231,9 +237,41 @@ def _watched(offload: Any) -> str:
     return "clean"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("offload", ["host", "optimizer"])
-def test_copies_do_not_race_with_computing(offload: str) -> None:
-    assert ranks.run(_watched, 1, offload) == ["clean"]
+def test_copies_do_not_race_with_computing(offload: str, overlap: bool) -> None:
+    assert ranks.run(_watched, 1, offload, overlap) == ["clean"]
+
+
+def _overlapped(how: str) -> None:
+    """What is read right behind a step that goes on is what the step leaves."""
+    import fullshard as fs
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(1024, 1024) for _ in range(8)]
+    values = []
+    for overlap in (False, True):
+        model = fs.shard(copy.deepcopy(nn.Sequential(*layers)).cuda(), offload=fs.Offload(overlap=overlap))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            if how == "zeroed":
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                optimizer.zero_grad()
+        if how == "state dict":
+            found = list(optimizer.state_dict()["state"].values())
+            values.append([v.full_tensor() for state in found for k, v in state.items() if k != "step"])
+        else:
+            values.append([p.detach().clone() for p in model.parameters()])
+    same(*values, how)
+
+
+@pytest.mark.parametrize("how", ["parameters", "state dict", "zeroed"])
+def test_what_is_read_behind_a_step_that_goes_on_is_complete(how: str) -> None:
+    ranks.run(_overlapped, 1, how)
 
 
 def _used(folder: Path) -> None:
@@ -252,13 +290,16 @@ def _on_the_host(folder: Path) -> None:
     import fullshard as fs
 
     expected = trained(precision="bf16")
-    for given in ({}, {"kinds": ("master", "state")}, {"host": 2_500_000, "disk": folder, "chunk": 30_000}):
+    for given in ({}, {"kinds": ("master", "state")}, {"host": 3_500_000, "disk": folder, "chunk": 30_000}):
         found = trained(precision="bf16", offload=fs.Offload(step="host", **given))
         losses, norms = expected[:2]
         torch.testing.assert_close(found[0], losses, rtol=1e-3, atol=0)
         torch.testing.assert_close(found[1], norms, rtol=1e-2, atol=0)
         for one, other in zip(found[2:], expected[2:], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)  # a fifth of one update of Adam
+            # Adam may turn the update of an element around whose gradient is almost zero.
+            difference = (one - other).abs()
+            assert difference.max() < 1e-2
+            assert difference.mean() < 1e-4
 
 
 def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:

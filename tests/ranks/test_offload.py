@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine.runtime import runtime_of
 
 STEPS = 4
 HOMES: dict[str, Any] = {
@@ -25,6 +28,7 @@ HOMES: dict[str, Any] = {
     "state alone": fs.Offload(kinds=("state",), chunk=600),
     "step on the host": fs.Offload(kinds=("master", "state"), chunk=600, step="host"),
     "compute alone": fs.Offload(kinds=("compute",)),
+    "overlap": fs.Offload(overlap=True, chunk=600),
 }
 
 
@@ -166,3 +170,31 @@ def _in_many_chunks(folder: Path) -> None:
 
 def test_a_step_reads_ahead_no_further_than_it_has_buffers(tmp_path: Path) -> None:
     ranks.run(_in_many_chunks, 1, tmp_path)
+
+
+def _read_behind_a_step() -> None:
+    model = engines.shard_blocks(engines.build(Net), offload=fs.Offload(overlap=True))
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    transfers = runtime_of(model).lanes[0].homes.transfers
+    reads: dict[str, Callable[[], Any]] = {
+        "state dict": model.state_dict,
+        "parameters": lambda: list(model.parameters()),
+        "attribute": lambda: model.scale,
+        "optimizer": optimizer.state_dict,
+        "copy": lambda: copy.deepcopy(model),
+        "full": lambda: fs.full(model).__enter__(),
+    }
+    for name, read in reads.items():
+        for part in range(2):
+            with fs.accumulate(model) if part == 0 else nullcontext():
+                engines.loss_of(model, engines.batch(part, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engines.loss_of(model, engines.batch(0, 0))
+        assert transfers.pending is not None, "nothing has read values at rest"
+        read()
+        assert transfers.pending is None, name
+
+
+def test_a_step_that_goes_on_is_waited_for_by_readers_and_not_by_a_forward() -> None:
+    ranks.run(_read_behind_a_step, 1)

@@ -116,6 +116,8 @@ class LaneGradients:
     # ---- what AwayGradients ask
 
     def settle(self) -> None:
+        if isinstance(self.home, HostHome):
+            self.home.transfers.settle()
         if self.landed is not None:
             self.landed.synchronize()
             self.landed = None

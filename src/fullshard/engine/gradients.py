@@ -27,6 +27,7 @@ from fullshard.engine.piecewise import (
     RESHAPES,
     UNARY,
 )
+from fullshard.engine.transfers import Mark
 from fullshard.errors import GradientError, StateError
 from fullshard.plan.layout import shard_shape
 
@@ -38,6 +39,7 @@ class Holder:
     """What the gradients of one lane have in common."""
 
     any_postponed = False  # some holder of this process may be: the only thing the hot path looks at
+    updating: Mark | None = None  # behind a step that goes on beside computing and may read gradients yet
 
     def __init__(self) -> None:
         self._postponed = False
@@ -115,6 +117,9 @@ class GradShard(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if Holder.updating is not None:
+            Holder.updating.wait()
+            Holder.updating = None
         if Holder.any_postponed:
             _refuse_postponed(func, args, kwargs)
         handler = HANDLERS.get(func)

@@ -110,6 +110,7 @@ class Lane:
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | Mark | None = None  # the gather in flight
+        self.updated: Mark | None = None  # where a step that goes on beside computing has written all of it
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
@@ -166,6 +167,9 @@ class Lane:
 
     def gather(self, tag: OpTag, again: bool) -> None:
         """Start filling `full`. `again`: in backward, with the values that this pass's forward gathered."""
+        if self.updated is not None:
+            self.updated.wait()
+            self.updated = None
         self.take_assigned()
         self.follow_edits()
         if self.permanent:
@@ -195,9 +199,9 @@ class Lane:
             return
         assert isinstance(home, HostHome)
         transfers = home.transfers
-        with transfers.up(transfers.now()):
+        with transfers.gathers(transfers.now()):
             place.copy_(values, non_blocking=True)
-            self.operation = self._gather_own(tag) or transfers.mark_up()
+            self.operation = self._gather_own(tag) or transfers.mark_gathers()
 
     def _gather_own(self, tag: OpTag) -> Operation | None:
         if self.replicated:
@@ -220,6 +224,11 @@ class Lane:
                 self.home.edited(self.rest)
             if self.compute_shard is not None:
                 self.compute_shard.master_edited()
+
+    def settle_step(self) -> None:
+        """The host waits for a step that goes on beside computing: it is about to read what that writes."""
+        if self.homes.streams_steps:
+            self.homes.transfers.settle()
 
     def stepped(self) -> None:
         """An optimizer's step wrote the sharded parameters, and the compute shard with them."""
@@ -287,6 +296,7 @@ class Lane:
         """
         if not self.assigned:
             return
+        self.settle_step()
         values = [local_of(p).detach() for p in self.parameters]
         for value, view, piece in zip(values, self.shard_views, self.layout.pieces, strict=True):
             if value.shape != view.shape:
@@ -379,6 +389,7 @@ class Lane:
 
         The flat result lies on the compute device, in the layout of the lane, in the dtype of the shard.
         """
+        self.settle_step()
         shard = self.rest if shard is None else shard
         if self.replicated:
             return shard if shard is not self.rest else self.home.stage(shard)

@@ -145,13 +145,14 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
             offloads.append(runtime.options.offload)
     if not lanes:
         return None
-    steps = {offload.step for offload in offloads}
+    steps = {(offload.step, offload.overlap) for offload in offloads}
     if len(steps) > 1:
         raise OptimizerError(
-            f"{type(optimizer).__name__} holds parameters of models that step on the host and on the device",
-            "Give these models the same fs.Offload(step=...), or an optimizer each.",
+            f"{type(optimizer).__name__} holds parameters of models that step in different ways",
+            "Give these models the same fs.Offload(step=..., overlap=...), or an optimizer each.",
         )
-    return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), steps == {"host"})
+    step, overlap = steps.pop()
+    return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), step == "host", overlap)
 
 
 def _show_gradients(optimizer: Optimizer, known: _Checked) -> None:

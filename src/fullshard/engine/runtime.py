@@ -81,6 +81,7 @@ class Runtime:
         self.comm, self.options = comm, options
         self.lanes = [lane for unit in units for lane in unit.lanes]
         self.parameters = [p for lane in self.lanes for p in lane.parameters]
+        self._stepping = {lane.homes.transfers for lane in self.lanes if lane.homes.streams_steps}
         self.ignored: list[nn.Parameter] = []
         self.gathering = Gathering(self.units, comm, options)
         self.reduction = Reduction(self.units, comm, options)
@@ -260,8 +261,14 @@ class Runtime:
         held = {id(p) for p in parameters}
         return [u for u in self.units if any(id(p) in held for lane in u.lanes for p in lane.parameters)]
 
+    def settle_step(self) -> None:
+        """Wait for a step that goes on beside what follows it: values at rest are about to be read."""
+        for transfers in self._stepping:
+            transfers.settle()
+
     def places(self) -> Iterator[tuple[nn.Parameter, Lane, int]]:
         """Every sharded parameter with its lane and its index there, in one order on all ranks."""
+        self.settle_step()
         return ((p, lane, index) for lane in self.lanes for index, p in enumerate(lane.parameters))
 
     @property
@@ -536,7 +543,10 @@ class Runtime:
 
     def computes(self) -> bool:
         """Whether a forward of the model or of a part of it runs, or a backward."""
-        return self._outermost.pass_state.depth > 0 or current_task() != NO_TASK
+        if self._outermost.pass_state.depth > 0 or current_task() != NO_TASK:
+            return True
+        self.settle_step()  # the reader gets what rests
+        return False
 
     def shown_to_reader(self, parameter: Any) -> Any:
         """What code that runs while the model computes gets of a parameter whose unit does not."""
@@ -820,8 +830,8 @@ def model_of(model: nn.Module, used: bool = False) -> nn.Module:
     return model if deferred is None else deferred.begin(used)
 
 
-def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
-    """The engine of a sharded module. `used` as in Deferred.begin."""
+def runtime_of(module: nn.Module, used: bool = True, reads: bool = True) -> Runtime:
+    """The engine of a sharded module. `used` as in Deferred.begin; `reads`: values at rest, perhaps."""
     model = model_of(module, used)
     runtime = engine_of(model)
     if runtime is None:
@@ -829,4 +839,6 @@ def runtime_of(module: nn.Module, used: bool = True) -> Runtime:
     if used:
         model_of(runtime.model, used)  # `module` may be a part of it that carries no request
     runtime.gathering.forget_interrupted()
+    if reads:
+        runtime.settle_step()
     return runtime

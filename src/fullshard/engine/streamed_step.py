@@ -13,6 +13,11 @@ stored. What rests on the compute device is used where it is.
 
 With `fs.Offload(step="host")` the chunk is on the host instead, and the streams change places.
 
+With `fs.Offload(overlap=True)` the optimizer's own code runs on a stream of its own, and nobody waits here
+for the last chunk. A lane's next gather waits for its own last one; whoever reads values at rest, for all.
+Where settings are on the device, or gradients are the user's own, whose memory may be freed behind the step,
+the step is over when it returns.
+
 Numbers that an optimizer counts per call, in a parameter's state, in a group or in itself, are set back
 before each chunk, so that a step counts once. State that is not one value per element stays where the
 optimizer made it.
@@ -23,8 +28,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +38,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.engine.disk_home import DiskHome
-from fullshard.engine.gradients import plainly
+from fullshard.engine.gradients import Holder, plainly
 from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
 from fullshard.engine.transfers import Mark, Transfers
@@ -154,7 +160,9 @@ def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
 class StreamedStep:
     """The streamed part of the steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int, on_host: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int, on_host: bool, overlap: bool
+    ) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
         self._lanes = [lane for lane in lanes if lane.homes.streams_steps]
@@ -175,6 +183,10 @@ class StreamedStep:
         self._counted: _Numbers | None = None
         self._numbers_on_device = False
         self._num_states = 0
+        self._begun: Mark | None = None
+        self._overlap = overlap
+        if overlap:
+            optimizer.register_state_dict_pre_hook(partial(_settle, self._transfers))
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -187,6 +199,7 @@ class StreamedStep:
         self._hidden = {p: p.grad for p in self._parameters if p.grad is not None}
         if not self._hidden:
             return
+        self._begun = self._transfers.now()  # behind what computed gradients that rest on the device
         before = _Numbers(self._optimizer)
         groups = self._optimizer.param_groups
         self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
@@ -199,7 +212,8 @@ class StreamedStep:
         try:
             if self._disk:
                 self._run_on_disk(before, step)
-            self._run(self._in_memory, before, step)
+            with self._beside(before):
+                self._run(self._in_memory, before, step)
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
@@ -222,7 +236,23 @@ class StreamedStep:
             fetched.append(self._fetch(chunk, shown))
         while fetched:
             self._finish_chunk(fetched.popleft(), before, step)
-        self._transfers.synchronize()  # the host may read what rests there
+
+    @contextmanager
+    def _beside(self, before: _Numbers) -> Iterator[None]:
+        """Steps in here go on beside computing, where that is wanted and possible."""
+        if not self._overlap or before.on_device or self._has_foreign_gradients():
+            yield
+            self._transfers.synchronize()  # the host may read what rests there
+            return
+        with self._transfers.beside():
+            yield
+        self._transfers.pending = Holder.updating = self._transfers.mark_down()
+
+    def _has_foreign_gradients(self) -> bool:
+        """Whether user code has set some."""
+        held = (lane.gradients for lane in self._lanes if lane.gradients is not None)
+        own = {id(view) for gradients in held for view in gradients.views}
+        return any(id(gradient) not in own for gradient in self._hidden.values())
 
     def _run_on_disk(self, before: _Numbers, step: Callable[[], Any]) -> None:
         """All of it, on all ranks, or nothing."""
@@ -230,6 +260,7 @@ class StreamedStep:
         try:
             try:
                 self._run(self._on_disk, before, step)
+                self._transfers.synchronize()
                 for home in self._disk:
                     home.complete()
             except OffloadError as error:
@@ -298,7 +329,7 @@ class StreamedStep:
         if gradients is not None:
             given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
         staged.master, staged.states, staged.gradients = master, states, given
-        with self._site.inbound(slabs.free, landed):
+        with self._site.inbound(slabs.free, landed, self._begun):
             for place in staged.places():
                 if place.is_on_disk:
                     place.home.read_ahead(place.at_rest, place.start, len(place.values))
@@ -359,6 +390,8 @@ class StreamedStep:
             for place in places:
                 place.store()
             staged.slabs.free = self._site.mark_outbound()
+        if self._overlap:
+            lane.updated = staged.slabs.free
 
     def _take_states(self, staged: _Staged, part: Part) -> None:
         """What the step has made or replaced for one parameter goes into its place."""
@@ -589,6 +622,10 @@ class _State:
             self._all[self._parameter].update(at_rest)
 
 
+def _settle(transfers: Transfers, _: Optimizer) -> None:
+    transfers.settle()
+
+
 def _is_element_wise(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
 
@@ -605,6 +642,10 @@ class _Snapshot:
         tensors = [v for v in values.values() if isinstance(v, torch.Tensor) and v.dim() == 0]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    @property
+    def on_device(self) -> bool:
+        return any(tensor.device.type != "cpu" for tensor, _ in self._tensors)
+
     def restore(self, values: dict[str, Any]) -> None:
         values.update(self._numbers)
         for tensor, value in self._tensors:
@@ -618,6 +659,11 @@ class _Numbers:
     def __init__(self, optimizer: Optimizer) -> None:
         places = [vars(optimizer), *optimizer.param_groups]
         self._places = [(place, _Snapshot(place), set(place)) for place in places]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether any is, where user code may write or free it while a step still reads it."""
+        return any(snapshot.on_device for _, snapshot, _ in self._places)
 
     def restore(self) -> None:
         for place, snapshot, keys in self._places:

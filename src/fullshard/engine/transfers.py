@@ -1,7 +1,12 @@
 """Copies between host memory and the compute device, beside computing.
 
-Each direction has a stream of its own. A copy begins when the marks that it is given are reached, and whoever
-needs its result waits for a mark behind it. Nothing here makes the host wait, except `Mark.synchronize`.
+    up       to the device, for an optimizer's step and for gradients that are added to
+    gathers  to the device, for gathers: these do not queue behind a step that goes on beside them
+    down     to the host
+    update   the kernels of a step that goes on beside the next forward
+
+A copy begins when the marks that it is given are reached, and whoever needs its result waits for a mark
+behind it. Nothing here makes the host wait, except `Mark.synchronize`, `synchronize` and `settle`.
 
 On ranks that compute on the host there are no streams: a copy is over when its call returns.
 """
@@ -45,14 +50,17 @@ class Mark:
 
 
 class Transfers:
-    """The two streams of one compute device."""
+    """The streams of one compute device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         on_gpu = device.type == "cuda"
-        self._up = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._down = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._up, self._gathers, self._down, self._update = (
+            torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+            for _ in range(4)
+        )
         self._held: deque[tuple[torch.Tensor, Mark]] = deque()
+        self.pending: Mark | None = None  # behind a step that goes on beside what follows it
 
     def now(self) -> Mark:
         """Behind what the compute stream was given so far."""
@@ -62,6 +70,10 @@ class Transfers:
         """Copies to the device begin behind these marks."""
         return self._on(self._up, after)
 
+    def gathers(self, *after: Mark | None) -> AbstractContextManager[Any]:
+        """Copies to the device for a gather begin behind these marks."""
+        return self._on(self._gathers, after)
+
     def down(self, *after: Mark | None) -> AbstractContextManager[Any]:
         """Copies to the host begin behind these marks."""
         return self._on(self._down, after)
@@ -70,8 +82,17 @@ class Transfers:
         """Behind all copies to the device so far."""
         return Mark(self._up)
 
+    def mark_gathers(self) -> Mark:
+        return Mark(self._gathers)
+
     def mark_down(self) -> Mark:
         return Mark(self._down)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """A step begins behind what the compute stream was given so far, and goes on beside it."""
+        self._on(self._up, (self.mark_down(),))  # it fetches what the last one has stored
+        self._on(self._down, (self.mark_gathers(),))
+        return self._on(self._update, (self.now(),))
 
     @staticmethod
     def _on(stream: torch.cuda.Stream | None, after: tuple[Mark | None, ...]) -> AbstractContextManager[Any]:
@@ -93,7 +114,14 @@ class Transfers:
 
     def synchronize(self) -> None:
         """The host waits for all copies."""
-        if self._up is not None and self._down is not None:
-            self._up.synchronize()
-            self._down.synchronize()
-            self._held.clear()
+        self.pending = None
+        for stream in (self._up, self._gathers, self._update, self._down):
+            if stream is not None:
+                stream.synchronize()
+                self._held.clear()
+
+    def settle(self) -> None:
+        """The host waits for a step that goes on, if there is one: it is about to read what that writes."""
+        if self.pending is not None:
+            self.pending.synchronize()
+            self.pending = None

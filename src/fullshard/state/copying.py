@@ -29,6 +29,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
     runtime.gathering.forget_interrupted()
     if any(unit.pass_state.depth or unit.is_unsharded for unit in runtime.units):
         raise StateError("deepcopy of a sharded model that is not at rest", "Copy it between steps.")
+    runtime.settle_step()
     twin = memo[id(runtime)] = object.__new__(Runtime)
     for unit in runtime.units:
         memo[id(unit)] = object.__new__(LiveUnit)
