@@ -19,6 +19,7 @@ from torch import nn
 import engines
 import namespaces
 import reference
+import warm
 
 LIMIT_S = 500.0
 RATE_BITS_PER_S = 20e6
@@ -68,7 +69,7 @@ def train_over_slow_link(folder: Path) -> list[dict[str, Any]]:
     with namespaces.two_nodes() as nodes:
         namespaces.shape(nodes, RATE_BITS_PER_S)
         commands = [
-            [sys.executable, __file__, str(rank), nodes[0].address, node.interface, str(folder)]
+            [f"{warm.commands()}/python", __file__, str(rank), nodes[0].address, node.interface, str(folder)]
             for rank, node in enumerate(nodes)
         ]
         with namespaces.running(nodes, commands, folder) as started:

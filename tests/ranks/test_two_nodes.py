@@ -114,9 +114,7 @@ def test_two_nodes_train_with_the_numbers_of_one_process(
 ) -> None:
     num_ranks = 2 * per_node
     with make() as nodes:
-        # A process that is forked elsewhere is in no namespace of a node.
-        torchrun = PLAIN if make is two_nodes else [f"{warm.commands()}/torchrun"]
-        found = run_both(nodes, per_node, tmp_path, torchrun)
+        found = run_both(nodes, per_node, tmp_path, [f"{warm.commands()}/torchrun"])
         with capsys.disabled():
             where = "two network namespaces" if nodes[0].namespace else "loopback"
             print(f"[two nodes of {per_node}: {where}]", end=" ")

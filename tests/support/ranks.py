@@ -29,7 +29,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,22 +45,8 @@ import warm
 
 __all__ = ["Outcome", "RankError", "RankFailure", "end_groups_of_models", "outcome", "run"]
 
-# What a server has imported before it forks workers, by the library that the test file is about.
-COMMON = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "pytest",
-    "fullshard.api",
-    "fullshard.checkpoint.load",
-    "fullshard.checkpoint.save",
-    "fullshard.data",
-]
-LIBRARIES: dict[str, tuple[str, ...]] = {
-    **warm.LIBRARIES,
-    "onnx": (*warm.TRANSFORMERS, "torch.onnx", "onnx", "onnxscript", "onnxruntime"),
-}
+# What the servers of ranks import, besides what those of commands have imported.
+COMMON = ["pytest", "hypothesis"]
 ABOUT = dict.fromkeys(("transformers", "accelerate", "peft", "zoo", "hf_runs"), "transformers")
 ABOUT |= {"onnxruntime": "onnx"}
 ABOUT |= dict.fromkeys(("lightning", "lightning_cases"), "lightning")
@@ -271,20 +256,11 @@ class _Server(forkserver.ForkServer):
             self._forkserver_address, self._forkserver_alive_fd = str(address), warm.alive()
 
     def _start(self, address: Path) -> None:
-        imported = [*COMMON, *LIBRARIES[self._library]]
-        alive = warm.alive()
+        words = [warm.RANKS_SERVER, os.pathsep.join(sys.path), *COMMON]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))
             listener.listen(100)
-            code = "from multiprocessing.forkserver import main; "
-            code += f"main({listener.fileno()}, {alive}, {imported!r}, sys_path={sys.path!r})"
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=(listener.fileno(), alive),
-                env=warm.ENVIRONMENT,
-                start_new_session=True,
-            )
-        os.close(alive)
+            warm.fork_server(self._library, words, 1, listener.fileno())
 
 
 @functools.cache

@@ -3,19 +3,23 @@
 `commands()` gives a folder to put first in PATH: its `python`, `torchrun` and `fullshard` do what their
 namesakes do, but in a process that is forked from one which has imported torch already. It has its own
 arguments, environment, folder, standard streams and exit status; signals are passed on to it, and it is
-killed with the command that asked for it. fullshard itself is imported by each process. `commands(library)`
-has that library imported too, which saves seconds per process that uses it.
+killed with the command that asked for it. What every use of fullshard imports is imported too, as is the
+library of `commands(library)`, which saves seconds per process that uses it.
 
 Servers start when they are first needed, one for all processes of a test session (`-n 4` are five of them),
-and end with the session.
+and end with the session. A server that needs more is forked from one that has less, as are the servers of
+`ranks`: torch is imported once, and so is each library.
 
-Not for tests of process starts, of imports, or of namespaces: those use `sys.executable`.
+A command that is started in network, mount or host name namespaces (`namespaces`) has its process there too.
+
+Not for tests of process starts or of imports: those use `sys.executable`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -26,25 +30,32 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from warm_client import NUMBER, PASSED_ON
+from warm_client import NUMBER, PASSED_ON, send
 
 PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
     "numpy",
     "typer",
     "rich.console",
+    "fullshard.api",
+    "fullshard.checkpoint.load",
+    "fullshard.checkpoint.save",
+    "fullshard.data",
 )
 TRANSFORMERS = (
     "transformers",
@@ -53,7 +64,13 @@ TRANSFORMERS = (
     "peft",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "t5")),
 )
-LIBRARIES = {"": (), "transformers": TRANSFORMERS, "lightning": ("lightning",)}
+LIBRARIES = {
+    "": PRELOADED,
+    "transformers": TRANSFORMERS,
+    "lightning": ("lightning",),
+    "onnx": ("torch.onnx", "onnx", "onnxscript", "onnxruntime"),
+}
+FORKED_FROM = {"transformers": "", "lightning": "", "onnx": "transformers"}
 COMMANDS: dict[str, str] = {
     "python": "",
     "python3": "",
@@ -63,6 +80,8 @@ COMMANDS: dict[str, str] = {
 CLIENT = Path(__file__).with_name("warm_client.py")
 SESSION = "FULLSHARD_TEST_SESSION"  # the environment variable with the folder of its servers
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # of servers: none of what a test sets
+PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
+COMMANDS_SERVER, RANKS_SERVER = "--commands-server", "--ranks-server"  # instead of a program: serve
 _kept: list[Any] = []  # as long as this process lives
 
 
@@ -105,16 +124,28 @@ def _start(folder: Path, library: str) -> None:
         path = folder / name
         path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder}/socket {words} "$@"\n')
         path.chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(folder), library],
-        stdin=alive(),
-        stdout=subprocess.PIPE,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    _kept.append(server)
+    reading, ready = os.pipe()
+    if library in FORKED_FROM:
+        fork_server(FORKED_FROM[library], [COMMANDS_SERVER, str(folder), library], ready)
+    else:
+        command = [sys.executable, __file__, str(folder), library]
+        stdin = alive()
+        _kept.append(
+            subprocess.Popen(command, stdin=stdin, stdout=ready, env=ENVIRONMENT, start_new_session=True)
+        )
+        os.close(stdin)
+    os.close(ready)
+    with open(reading) as answer:
+        assert answer.readline() == "ready\n", f"the server of {library or 'torch'} has not started"
+
+
+def fork_server(library: str, words: list[str], stdout: int = 1, *listeners: int) -> None:
+    """Another server, from that of the library's commands; its standard input is `alive`."""
+    address = f"{commands(library)}/socket"
+    stdin = alive()
+    channel, _ = send(address, words, [stdin, stdout, 2, *listeners], ENVIRONMENT)
+    channel.close()
+    os.close(stdin)
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
@@ -131,14 +162,61 @@ class Request:
     words: list[str]
     variables: dict[str, str]
     streams: list[int]
+    namespaces: list[int]  # where the command is: open files, if that is not where the server is
 
     @staticmethod
     def receive(channel: socket.socket) -> Request:
-        length, streams, _, _ = socket.recv_fds(channel, NUMBER.size, 3)
+        length, streams, _, _ = socket.recv_fds(channel, NUMBER.size, 4)
         body = channel.recv(NUMBER.unpack(length)[0], socket.MSG_WAITALL)
         folder, parent, count, *rest = body.decode(errors="surrogateescape").split("\0")
         words, variables = rest[: int(count)], rest[int(count) :]
-        return Request(folder, int(parent), words, dict(v.split("=", 1) for v in variables), streams)
+        asked_by, _, _ = PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        return Request(
+            folder,
+            int(parent),
+            words,
+            dict(v.split("=", 1) for v in variables),
+            streams,
+            namespaces_of(asked_by),
+        )
+
+    def close(self) -> None:
+        for descriptor in (*self.streams, *self.namespaces):
+            os.close(descriptor)
+
+    @property
+    def is_for_a_server(self) -> bool:
+        return self.words[:1] in ([COMMANDS_SERVER], [RANKS_SERVER])
+
+    def take_over(self) -> None:
+        """Its standard streams, namespaces, folder and environment are this process's."""
+        for number, stream in enumerate(self.streams[:3]):
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(io.FileIO(2, "w", closefd=False)), line_buffering=True
+        )
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+        for namespace in self.namespaces:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), "cannot enter the namespaces of a command")
+            os.close(namespace)
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.variables)
+
+
+def namespaces_of(process: int) -> list[int]:
+    """Open files of the namespaces in which a process is and this one is not."""
+    found = []
+    for kind in ("net", "uts", "mnt"):
+        there = f"/proc/{process}/ns/{kind}"
+        with contextlib.suppress(OSError):  # it has ended already
+            if not os.path.samefile(there, f"/proc/self/ns/{kind}"):
+                found.append(os.open(there, os.O_RDONLY))
+    return found
 
 
 class Server:
@@ -176,10 +254,12 @@ class Server:
                     if process == 0:
                         selector.close()
                         return request
-                    for stream in request.streams:
-                        os.close(stream)
-                    self.running[process] = channel
+                    request.close()
                     channel.sendall(NUMBER.pack(process))
+                    if request.is_for_a_server:  # which ends with the session, as this one does
+                        channel.close()
+                        continue
+                    self.running[process] = channel
                     selector.register(channel, selectors.EVENT_READ)
                 else:  # whoever asked has ended
                     self._kill([p for p, channel in self.running.items() if channel is key.fileobj])
@@ -213,17 +293,8 @@ def become(request: Request, python: str) -> None:
     """Be that process: returns, or raises, when its program has ended."""
     for number in PASSED_ON:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    for stream, number in zip(request.streams, (0, 1, 2), strict=True):
-        os.dup2(stream, number)
-        os.close(stream)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
-    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w", closefd=False)), line_buffering=True)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    request.take_over()
     os.getppid = lambda: request.parent  # that of the command, with which this process is killed
-    os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.variables)
     sys.executable = python  # so that the processes which it starts are of this kind too
     words = request.words
     while words and words[0] == "-u":
@@ -246,7 +317,23 @@ def become(request: Request, python: str) -> None:
 
 
 def main(folder: str, library: str) -> None:
-    for module in (*PRELOADED, *LIBRARIES[library]):
+    """Serve; then be what a request asks for, in each process that is forked."""
+    request = _serve(folder, library)
+    if request is None:
+        return
+    if not request.is_for_a_server:
+        _run(request, f"{folder}/python")
+    kind, *words = request.words
+    request.take_over()
+    if kind == COMMANDS_SERVER:
+        main(*words)
+    else:  # multiprocessing's own, which ends with the session too
+        path, *modules = words
+        forkserver.main(request.streams[3], os.dup(0), modules, sys_path=path.split(os.pathsep))
+
+
+def _serve(folder: str, library: str) -> Request | None:
+    for module in LIBRARIES[library]:
         importlib.import_module(module)
     gc.freeze()
     server = Server(f"{folder}/socket")
@@ -254,19 +341,23 @@ def main(folder: str, library: str) -> None:
     request = server.serve()
     if request is not None:
         server.leave()
-        status = 0
-        try:
-            become(request, f"{folder}/python")
-        except SystemExit as ending:
-            if not (ending.code is None or isinstance(ending.code, int)):
-                raise
-            status = ending.code or 0
-        if sys.modules["torch.distributed"].is_initialized():
-            sys.exit(status)  # how a rank ends is what some tests are about
-        end(status)
+    return request
 
 
-def end(status: int) -> None:
+def _run(request: Request, python: str) -> NoReturn:
+    status = 0
+    try:
+        become(request, python)
+    except SystemExit as ending:
+        if not (ending.code is None or isinstance(ending.code, int)):
+            raise
+        status = ending.code or 0
+    if sys.modules["torch.distributed"].is_initialized():
+        sys.exit(status)  # how a rank ends is what some tests are about
+    end(status)
+
+
+def end(status: int) -> NoReturn:
     """As Python ends a process, but without clearing what the server had imported: 0.3 s."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -9,20 +9,28 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NUMBER = struct.Struct("!i")
 
 
-def ask(address: str, words: list[str]) -> int:
+def send(
+    address: str, words: list[str], streams: list[int], variables: Mapping[str, str]
+) -> tuple[socket.socket, int]:
+    """Ask for a process: where its exit status will arrive, and its number."""
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
-    environment = [f"{name}={value}" for name, value in os.environ.items()]
+    environment = [f"{name}={value}" for name, value in variables.items()]
     fields = [os.getcwd(), str(os.getppid()), str(len(words)), *words, *environment]
     body = "\0".join(fields).encode(errors="surrogateescape")
-    socket.send_fds(channel, [NUMBER.pack(len(body))], [0, 1, 2])
+    socket.send_fds(channel, [NUMBER.pack(len(body))], streams)
     channel.sendall(body)
-    (process,) = NUMBER.unpack(channel.recv(NUMBER.size, socket.MSG_WAITALL))
+    return channel, NUMBER.unpack(channel.recv(NUMBER.size, socket.MSG_WAITALL))[0]
+
+
+def ask(address: str, words: list[str]) -> int:
+    channel, process = send(address, words, [0, 1, 2], os.environ)
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: pass_on(process, number))
