@@ -76,7 +76,7 @@ def test_module_runs_as_a_command() -> None:
     assert found.stdout.startswith(
         "gpt-8m: 3.7 M parameters, 2 layers of width 256; 16 tokens per rank and step"
     )
-    assert "4 ranks, 1 GB/s and 20 µs each; this CPU plays rank 0" in found.stdout
+    assert "4 ranks, 1 GB/s and 14 µs per hop each; this CPU plays rank 0" in found.stdout
     rows = {line[:29].strip(): line[29:].split() for line in found.stdout.splitlines()[4:]}
     for row in ("step", "exposed communication", "busiest link in use", "sent", "memory, at rest by plan"):
         assert len(rows[row]) == 2, found.stdout  # a number and its unit

@@ -52,13 +52,16 @@ class _Cluster:
     latency: str
     node_ranks: int | None
     inside: str | None
+    inside_latency: str
+    rings: bool
 
     def network(self) -> Network:
         from fullshard.tools.simulation.network import Link, Network, bandwidth, duration
 
-        latency = duration(self.latency)
-        inside = None if self.inside is None else Link(bandwidth(self.inside), latency)
-        return Network(self.ranks, Link(bandwidth(self.link), latency), self.node_ranks, inside)
+        link, inside = Link(bandwidth(self.link), duration(self.latency)), None
+        if self.inside is not None:
+            inside = Link(bandwidth(self.inside), duration(self.inside_latency))
+        return Network(self.ranks, link, self.node_ranks, inside, self.rings)
 
 
 def _simulate(
@@ -85,8 +88,8 @@ def _simulate(
     ] = "50GB/s",
     latency: Annotated[
         str,
-        typer.Option("--latency", metavar="TIME", help="Latency of a collective.", rich_help_panel=CLUSTER),
-    ] = "20us",
+        typer.Option("--latency", metavar="TIME", help="Latency of a hop.", rich_help_panel=CLUSTER),
+    ] = "14us",
     node_ranks: NodeRanks = None,
     inside: Annotated[
         str | None,
@@ -94,6 +97,23 @@ def _simulate(
             "--inside", metavar="RATE", help="Two levels: bandwidth inside a node.", rich_help_panel=CLUSTER
         ),
     ] = None,
+    inside_latency: Annotated[
+        str,
+        typer.Option(
+            "--inside-latency",
+            metavar="TIME",
+            help="Latency of a hop inside a node.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = "3.4us",
+    rings: Annotated[
+        bool,
+        typer.Option(
+            "--rings",
+            help="Flat collectives over nodes send what NCCL's rings send, not the least.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = False,
     layers: Annotated[
         int | None,
         typer.Option("--layers", metavar="N", help="Blocks of a preset (all).", rich_help_panel=TRAINING),
@@ -176,6 +196,15 @@ def _simulate(
             "--warmup", metavar="N", help="Steps before those (3; compiled 10).", rich_help_panel=_MEASURING
         ),
     ] = None,
+    multiprocessors: Annotated[
+        int,
+        typer.Option(
+            "--multiprocessors",
+            metavar="N",
+            help="GPU: how many a message takes from compute while it lasts, as NCCL's kernels do (0).",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = 0,
     device: Annotated[
         str | None,
         typer.Option(
@@ -205,7 +234,7 @@ def _simulate(
     from fullshard.tools.simulation.run import Scenario
 
     where = _device(device)
-    network = _Cluster(ranks, link, latency, node_ranks, inside).network()
+    network = _Cluster(ranks, link, latency, node_ranks, inside, inside_latency, rings).network()
     if not 0 <= rank < ranks:
         raise OptionError(f"rank {rank} of {ranks} ranks", "Ranks are numbered from 0.")
     default_tokens, default_precision = (4096, "bf16") if where.type == "cuda" else (256, "fp32")
@@ -224,6 +253,7 @@ def _simulate(
         offload=offload,
         host_memory_bytes=_host_memory(host_memory),
         host_link_bytes_s=None if host_link is None else bandwidth(host_link),
+        multiprocessors=multiprocessors,
         warmup=(10 if compiled else 3) if warmup is None else warmup,
         steps=steps,
     )

@@ -19,7 +19,8 @@ from fullshard.tools.simulation.wire import LINKS, Intervals, Message, Traffic, 
 
 # What is received is copied in one burst by few blocks; then one warp, small enough to run beside any other
 # kernel, waits for the rest of the message's time. The timer counts nanoseconds, not cycles: clocks fall
-# under load. The multiprocessors that NCCL's own kernels occupy are not simulated.
+# under load. On request that is a kernel of several blocks, each with nearly all the shared memory of its
+# multiprocessor, so that no matrix product runs there meanwhile: what a channel of NCCL takes.
 _COPY_BLOCKS, _COPY_THREADS = 32, 512
 _SOURCE = r"""
 extern "C" __global__ void deliver(const uint4* source, uint4* target, int period, int skip_start,
@@ -70,6 +71,9 @@ extern "C" __global__ void read_clock(unsigned long long* now) { *now = clock_ns
 """
 
 
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
 class _Driver:
     """Events and launches straight from the driver: torch's own objects cost more than a collective."""
 
@@ -78,6 +82,7 @@ class _Driver:
         self.record = self._typed("cuEventRecord", ctypes.c_void_p, ctypes.c_void_p)
         self.wait = self._typed("cuStreamWaitEvent", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
         self.query = self._typed("cuEventQuery", ctypes.c_void_p)
+        self.set_attribute = self._typed("cuFuncSetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         number, pointer = ctypes.c_uint, ctypes.c_void_p
         self.launch = self._typed(
             "cuLaunchKernel", pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer
@@ -98,8 +103,13 @@ class _Driver:
 class _Kernel:
     """A compiled kernel with its arguments in place."""
 
-    def __init__(self, driver: _Driver, name: str, kinds: Sequence[Any]) -> None:
+    def __init__(self, driver: _Driver, name: str, kinds: Sequence[Any], shared_bytes: int = 0) -> None:
         self._function = torch.cuda._compile_kernel(_SOURCE, name).func
+        self._shared_bytes = shared_bytes
+        if shared_bytes and driver.set_attribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes):
+            raise RuntimeError(
+                "a kernel of the simulated wire cannot have the shared memory of a multiprocessor"
+            )
         self._launch = driver.launch
         self._values = [kind() for kind in kinds]
         self._pointers = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._values))
@@ -107,7 +117,9 @@ class _Kernel:
     def __call__(self, blocks: int, threads: int, stream: int, *args: Any) -> None:
         for value, arg in zip(self._values, args, strict=True):
             value.value = arg
-        if self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, self._pointers, None):
+        if self._launch(
+            self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, self._pointers, None
+        ):
             raise RuntimeError("a kernel of the simulated wire was not launched")
 
 
@@ -118,7 +130,7 @@ _TRACED = 4096  # messages of one step
 class CudaWire:
     """A stream per group, as a communicator of NCCL has: its messages pass in the order of their calls."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, multiprocessors: int = 0) -> None:
         self.traffic = Traffic()
         self._device = device.index if device.index is not None else torch.cuda.current_device()
         self._groups: dict[str, tuple[Any, int]] = {}  # stream, and where its message's end is written
@@ -128,7 +140,10 @@ class CudaWire:
         pointer, number, time_ns = ctypes.c_void_p, ctypes.c_int, ctypes.c_ulonglong
         self._deliver = _Kernel(driver, "deliver", (pointer, pointer, number, number, number, number))
         self._reserve = _Kernel(driver, "reserve", (pointer, pointer, time_ns, time_ns, time_ns, pointer))
-        self._hold = _Kernel(driver, "hold", (pointer,))
+        self._hold_blocks = max(1, multiprocessors)
+        properties: Any = torch.cuda.get_device_properties(device)
+        block_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+        self._hold = _Kernel(driver, "hold", (pointer,), block_bytes if multiprocessors else 0)
         self._read_clock = _Kernel(driver, "read_clock", (pointer,))
         self._state = torch.zeros(3, dtype=torch.int64, device=device)
         self._ends = torch.zeros(_GROUPS, dtype=torch.int64, device=device)
@@ -146,7 +161,7 @@ class CudaWire:
             self._reserve(1, 1, raw, self._state.data_ptr(), end, *held, self._slot(message))
         self._copy(stream, target, source, own)
         if load.seconds:
-            self._hold(1, 1, raw, end)
+            self._hold(self._hold_blocks, 1, raw, end)
         driver.record(done, raw)
         self.traffic.add(message)
         return done

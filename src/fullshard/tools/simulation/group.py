@@ -27,11 +27,14 @@ _Group: Any = ProcessGroup  # its stubs name arguments differently between versi
 class Cluster:
     """The network, the rank that this process plays, and its links."""
 
-    def __init__(self, network: Network, device: torch.device, rank: int = 0) -> None:
+    def __init__(
+        self, network: Network, device: torch.device, rank: int = 0, multiprocessors: int = 0
+    ) -> None:
         if not 0 <= rank < network.ranks:
             raise OptionError(f"rank {rank} of {network.ranks} ranks", "Ranks count from 0.")
         self.network, self.device, self.rank = network, device, rank
-        self.wire: Any = CudaWire(device) if device.type == "cuda" else HostWire()
+        on_device = device.type == "cuda"
+        self.wire: Any = CudaWire(device, multiprocessors) if on_device else HostWire()
 
 
 class Carried:

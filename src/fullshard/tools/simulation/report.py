@@ -25,6 +25,7 @@ _OPTIONS = (
     "offload",
     "host_memory_bytes",
     "host_link_bytes_s",
+    "multiprocessors",
 )
 TITLES = {"fullshard": "fullshard", "fsdp2": "FSDP2"}
 
@@ -37,6 +38,8 @@ def title(scenario: Scenario) -> str:
     how += ["compiled"] if scenario.compiled else []
     how += [f"offload {scenario.offload}"] if scenario.offload else []
     device = torch.cuda.get_device_name(scenario.device) if scenario.device.type == "cuda" else "this CPU"
+    if scenario.multiprocessors:
+        how += [f"messages take {scenario.multiprocessors} multiprocessors"]
     about = f"{scenario.what.about}; {', '.join(how)}"
     return f"{about}\n{scenario.network}; {device} plays rank {scenario.rank}"
 

@@ -54,10 +54,16 @@ class Scenario:
     offload: str | None = None
     host_memory_bytes: int | None = None  # of a node, which its ranks share
     host_link_bytes_s: float | None = None  # None: this machine's own
+    multiprocessors: int = 0  # that a message takes from compute, on a GPU
     warmup: int = 3
     steps: int = 8
 
     def __post_init__(self) -> None:
+        if self.multiprocessors < 0 or (self.multiprocessors and self.device.type != "cuda"):
+            raise OptionError(
+                f"messages that take {self.multiprocessors} multiprocessors of {self.device}",
+                "Give --multiprocessors on a GPU only, and at least 0.",
+            )
         if self.offload is None and (self.host_memory_bytes or self.host_link_bytes_s):
             raise OptionError("--host-memory and --host-link are for --offload", "Give --offload host.")
         if self.precision not in PRECISIONS:
@@ -112,7 +118,7 @@ class Result:
 
 def simulate(scenario: Scenario, engine: str, timeline: Timeline | None = None) -> Result:
     """Train on one rank of the simulated cluster. In a process that is in no group of ranks."""
-    cluster = Cluster(scenario.network, scenario.device, scenario.rank)
+    cluster = Cluster(scenario.network, scenario.device, scenario.rank, scenario.multiprocessors)
     with joined(cluster):
         result = _measured(scenario, engine, cluster, timeline)
     gc.collect()
