@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -61,14 +62,11 @@ def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps
         torch.cuda.empty_cache()  # memory left over from building the model does not count
     for _ in range(warmup):
         step()
-    traffic = cluster.wire.traffic
     if on_device:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         retries = _retries()
-    traffic.clear()
-    step()
-    sent = {name: getattr(traffic, name) for name in _COUNTED}
+    sent = traffic_of(step, cluster)
     if not on_device:
         step_s, waited_s = _on_host(step, steps, cluster)
         return Figures(step_s, step_s - waited_s, step_s, **sent)
@@ -84,6 +82,13 @@ def measure(step: Callable[[], object], cluster: Cluster, warmup: int = 3, steps
         cluster.network = network
     host = median(issued(step, max(3, steps // 2)))
     return Figures(step_s, without, host, **sent, peak_bytes=peak, reserved_bytes=reserved, retries=retries)
+
+
+def traffic_of(step: Callable[[], object], cluster: Cluster) -> dict[str, Any]:
+    """What one more step asks of the links, as fields of `Figures`."""
+    cluster.wire.traffic.clear()
+    step()
+    return {name: getattr(cluster.wire.traffic, name) for name in _COUNTED}
 
 
 def _on_host(step: Callable[[], object], steps: int, cluster: Cluster) -> tuple[float, float]:
