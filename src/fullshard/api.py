@@ -26,7 +26,7 @@ from fullshard.offload import Offload
 from fullshard.option_table import OTHER_NAMES, TABLE
 from fullshard.options import Options, parse
 from fullshard.plan import tensor_parallel
-from fullshard.plan.plan import Plan, make_plan
+from fullshard.plan.plan import Plan, make_plan, planned_levels
 from fullshard.plan.units import Unit, find_units
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
@@ -114,10 +114,12 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
         problem.__cause__ = error
     control.raise_together_first(problem, grid, tp_ranks)
     assert request is not None
-    options, device = request.options, request.device
+    device = request.device
+    arrangement = _arranged(request.grid, request.options)
+    options = _with_levels(request.options, arrangement, device)
     if device.type == "cuda":
         environment.let_segments_grow()
-    comm = Comm(device, request.grid, two_level=options.across == "shard")
+    comm = Comm(device, arrangement.grid, arrangement.two_level)
     if tp_ranks is not None:
         comm.join(control.World(comm, tp_ranks))
     _agree_on_model(comm, model, request.units, options)
@@ -167,16 +169,31 @@ def _examine(model: nn.Module, options: Options, grid: torch.Tensor) -> _Request
             "Leave out device: such a model stays on the device of its mesh.",
         )
     _refuse_unfit(model)
-    options = replace(options, on_gpu=device.type == "cuda", reduce=_way_to_reduce(options, grid, device))
+    options = replace(options, on_gpu=device.type == "cuda")
     return _Request(device, moves, grid, options, find_units(model, options))
 
 
-def _way_to_reduce(options: Options, grid: torch.Tensor, device: torch.device) -> str:
+def _arranged(grid: torch.Tensor, options: Options) -> topology.Arrangement:
+    """On which nodes the ranks are: an agreement."""
+    places = topology.places_without_peers(sorted(grid.flatten().tolist()))
+    if places is None:
+        here = topology.own_place()
+        sent = control.all_gather_object_first((here.local_rank, here.local_ranks), grid)
+        places = [topology.Place(*theirs) for theirs in sent]
+    arrangement = topology.arrange(grid, options.strategy == "hybrid", places)
+    return replace(arrangement, two_level=True) if options.across == "shard" else arrangement
+
+
+def _with_levels(options: Options, arrangement: topology.Arrangement, device: torch.device) -> Options:
+    options = replace(options, nodes=arrangement.nodes, why_flat=arrangement.why_flat)
     if options.reduce != "auto":
-        return options.reduce
+        return options
     wire = options.precision.wire or options.precision.compute or torch.float32
     sum_bytes = options.precision.reduce.itemsize
-    return "scatter" if topology.scatter_sends_less(grid, device, wire.itemsize, sum_bytes) else "exchange"
+    scatters = not arrangement.two_level and topology.scatter_sends_less(
+        arrangement.grid, device, wire.itemsize, sum_bytes
+    )
+    return replace(options, reduce="scatter" if scatters else "exchange")
 
 
 @checked_keywords(
@@ -207,7 +224,8 @@ def plan(
 
     offload: as for fs.shard; 'auto' takes what is free on this machine now. The plan of a sharded model has
         the homes that were chosen.
-    node_ranks: ranks of one host, which share its memory. None: as launched; with `ranks`, all of them.
+    node_ranks: ranks of one host, which share its memory and its links to others. None: as launched; with
+        `ranks`, all of them.
     """
     runtime = engine_of(model)
     if runtime is not None:
@@ -228,11 +246,13 @@ def plan(
     )
     parallel = tensor_parallel.mesh_of(model)
     tp_size = 1 if parallel is None else parallel.size()
-    made = make_plan(model, ranks or max(1, groups.rank_count() // tp_size), options)
-    if options.offload is None:
-        return made
     if node_ranks is None and ranks not in (None, groups.rank_count()):
         node_ranks = ranks
+    ranks = ranks or max(1, groups.rank_count() // tp_size)
+    ranks, options = planned_levels(options, ranks, node_ranks or environment.launch().local_ranks, tp_size)
+    made = make_plan(model, ranks, options)
+    if options.offload is None:
+        return made
     return made.with_offload(options.offload, free_memory(device, node_ranks))
 
 

@@ -200,7 +200,10 @@ def _lane(
     lane, problem = None, None
     try:
         where = choice.next()
-        lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated, where)
+        keeps_share = options.across == "shard"
+        lane = Lane(
+            unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated, where, keeps_share
+        )
     except OffloadError as error:
         problem = error
     if choice.has_disk:

@@ -50,6 +50,8 @@ class Options:
     reduce: str  # 'auto' until the ranks are known
     across: str  # hybrid: shards are the same on every node, or are cut once more
     on_gpu: bool  # the shards will be on a GPU: small means something else there
+    nodes: int = 1  # groups of ranks whose sums of gradients are added up once more; 1 until ranks are known
+    why_flat: str = ""  # ranks are on several nodes, but messages are those of one level
     integration: Integration = NO_INTEGRATION
 
     @property

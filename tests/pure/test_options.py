@@ -44,7 +44,7 @@ def test_plan_takes_options_of_shard_with_the_same_defaults() -> None:
 
 def test_fields_of_options_are_those_of_the_table() -> None:
     fields = [field.name for field in dataclasses.fields(Options)]
-    assert fields == [*TABLE, "on_gpu", "integration"]
+    assert fields == [*TABLE, "on_gpu", "nodes", "why_flat", "integration"]
 
 
 def test_doors_know_the_types_of_every_option_that_they_pass_on() -> None:

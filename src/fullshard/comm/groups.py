@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,12 +82,44 @@ class ShardGroup:
         return Operation(self._watchdog, work, channel, number, lambda: own.copy_(host))
 
 
+class CrossingGather:
+    """A gather over two levels: between nodes, then inside each.
+
+    Where the host waits for collectives, the second leg is issued when the first is over, or is waited for:
+    always in the order in which the gathers were issued, on every rank.
+    """
+
+    __slots__ = ("_comm", "_full", "_inside", "_share", "_tag", "across", "entered")
+
+    def __init__(
+        self, comm: Comm, across: Operation | None, full: torch.Tensor, share: torch.Tensor, tag: OpTag
+    ) -> None:
+        self._comm, self.across, self._full, self._share, self._tag = comm, across, full, share, tag
+        self._inside: Operation | None = None
+        self.entered = False
+
+    def enter(self) -> None:
+        """Issue the second leg: the current stream, or the host, waits for the first."""
+        if self.across is not None:
+            self.across.wait()
+        self._inside = self._comm.shard_group.gather(self._full, self._share, self._tag)
+        self.entered = True
+
+    def over(self) -> bool:
+        return self.entered and (self._inside is None or self._inside.over())
+
+    def wait(self) -> None:
+        self._comm.enter_up_to(self)
+        if self._inside is not None:
+            self._inside.wait()
+
+
 class Comm:
     """This rank's connections for one sharded model.
 
-    Units are gathered in `shard_group`. With `two_level` the grid's columns are shards too: interval
-    s * rows + j belongs to the rank in row j, column s, so a row's ranks together keep complete columns,
-    and `cross_node_group` joins those of one column.
+    Units are gathered in `shard_group`; `cross_node_group` joins the ranks of one column of the grid. These
+    hold replicas of one shard, or with `two_level` shards of their own: interval s * rows + j then belongs to
+    the rank in row j, column s, so a row's ranks together keep complete columns.
     """
 
     def __init__(self, device: torch.device, grid: torch.Tensor, two_level: bool) -> None:
@@ -116,25 +149,27 @@ class Comm:
             self._create_groups(inner, outer)
         # On the device the first rank's values go down its column of the grid, then along every row.
         self._row_source, self._column_source = inner[0], outer[0]
-        self._column_group = (
-            self.cross_node_group.gather_group if self.cross_node_group is not None else self._replica_group
-        )
+        cross = self.cross_node_group
+        self._column_group = None if cross is None else cross.gather_group
         self._first_column = column == 0
         self._by_device = device.type != "cpu" and int(grid[0, 0]) == self._source
-        self._side: Any = None
+        self._streams: dict[str, Any] = {}
+        self._crossing: deque[CrossingGather] = deque()  # whose second leg is not issued yet
         self.report = StepReport(self)
         _comms.add(self)
 
     def _create_groups(self, inner: list[int], outer: list[int]) -> None:
         self._host_group = HostGroup(self.members, "agreement", self.watchdog)
         self.shard_group = ShardGroup(self, inner, "")
-        self.cross_node_group = ShardGroup(self, outer, " across") if self.two_level else None
+        self.cross_node_group = ShardGroup(self, outer, " across") if len(outer) > 1 else None
         self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
         if self.two_level:
             self._small_group = new_group(self.members)
         self._shard_members = self.members if self.two_level else inner
         self._joined: Any = None
-        self._replica_group = new_group(outer) if self.replicas > 1 else None
+        self._replica_group = None
+        if self.replicas > 1 and self.cross_node_group is not None:
+            self._replica_group = self.cross_node_group.reduce_group
 
     def tag(self, unit: str, phase: str) -> OpTag:
         return OpTag(unit, phase, self.step)
@@ -154,32 +189,51 @@ class Comm:
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self  # copies of a model, and of its state dict's values, control over the same groups
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | CrossingGather | None:
         """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
         if not self.two_level:
             return self.shard_group.gather(full, own, tag)
         assert self.cross_node_group is not None
         share = full.view(self.shard_group.ranks, -1)[self.shard_group.rank]
-        with self._side_stream():
-            # Waited for here: what follows needs it, and all ranks must issue that in one order.
-            operation = self.cross_node_group.gather(share, own, tag)
-            if operation is not None:
-                operation.wait()
-            return self.shard_group.gather(full, share, tag)
+        gather = CrossingGather(self, self.cross_node_group.gather(share, own, tag), full, share, tag)
+        if self.watchdog.host_waits:
+            self._crossing.append(gather)
+            self.progress()
+        else:
+            with self.beside("gather"):
+                gather.enter()
+        return gather
 
-    def _side_stream(self) -> Any:
-        """A stream that may wait for the wire while the current one computes."""
+    def progress(self) -> None:
+        """Issue the second legs of gathers whose first leg is over. Never waits."""
+        while self._crossing and (self._crossing[0].across is None or self._crossing[0].across.over()):
+            self._crossing[0].enter()
+            self._crossing.popleft()
+
+    def enter_up_to(self, gather: CrossingGather) -> None:
+        """Issue second legs up to this gather's, waiting for the first ones."""
+        while not gather.entered:
+            self._crossing[0].enter()
+            self._crossing.popleft()
+
+    def beside(self, purpose: str) -> Any:
+        """A stream that may wait for the wire while the current one, behind which it begins, computes."""
         if self.watchdog.host_waits:
             return contextlib.nullcontext()
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._side)
+        stream = self._streams.get(purpose)
+        if stream is None:
+            stream = self._streams[purpose] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(stream)
 
-    def regather_gradients(self, flat: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
+    def regather_gradients(
+        self, flat: torch.Tensor, own: torch.Tensor, tag: OpTag
+    ) -> Operation | CrossingGather | None:
         """Summed gradient intervals back to every rank (strategy replicate)."""
         if self.ranks == 1:
             return None
+        if self.two_level:
+            return self.gather(as_bytes(flat), as_bytes(own), tag)
         number = self.begin("reduce", tag)
         target = torch.empty(flat.shape, dtype=flat.dtype) if self.staged else flat
         source = own.cpu() if self.staged else own
@@ -188,10 +242,6 @@ class Comm:
         )
         after = (lambda: flat.copy_(target)) if self.staged else None
         return Operation(self.watchdog, work, "reduce", number, after)
-
-    def sum_replicas(self, shard: torch.Tensor, tag: OpTag) -> Operation:
-        """Sum equal shards over the replicas of a hybrid mesh, in place."""
-        return self._start_all_reduce(shard, dist.ReduceOp.SUM, self._replica_group, tag)
 
     # ---- once a step
 

@@ -1,9 +1,13 @@
-"""Which ranks shard a model together, and what their arrangement on nodes means for a reduction.
+"""Which ranks shard a model together, and on which nodes they are.
 
-A grid of ranks: its rows are shard groups, its columns hold replicas of one shard.
+A grid of ranks: its rows are shard groups, its columns hold replicas of one shard. Where ranks that all hold
+different shards are on several nodes, with as many on each, its rows are nodes: messages go over two levels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,10 +39,14 @@ def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torc
                 'Use init_device_mesh(device, (R, S), mesh_dim_names=("replicate", "shard")).',
             )
         grid = grid if names == ("replicate", "shard") else grid.t()
+    elif grid.dim() == 2 and set(names) == {"node", "shard"}:
+        grid = grid if names == ("node", "shard") else grid.t()
+        grid = grid.reshape(1, -1) if grid.shape[1] == 1 else grid
     elif grid.dim() != 1:
         raise OptionError(
-            f"the mesh has {grid.dim()} axes {names}, but only strategy 'hybrid' uses two",
-            "Pass a mesh of one axis, such as mesh['shard'], or strategy='hybrid'.",
+            f"the mesh has {grid.dim()} axes {names}, but only strategy 'hybrid' replicates over one of two",
+            "Pass a mesh of one axis, such as mesh['shard'], or strategy='hybrid'; axes named "
+            "('node', 'shard') shard over both, in messages inside a node and between nodes.",
         )
     if int(grid.max()) >= ranks:
         raise OptionError(
@@ -53,8 +61,74 @@ def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torc
     return grid.view(1, -1) if grid.dim() == 1 else grid
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """A grid of ranks. On two levels its rows are nodes, and each rank of it holds another shard."""
+
+    grid: torch.Tensor
+    two_level: bool = False
+    why_flat: str = ""  # ranks are on several nodes, but not in a way that two levels can use
+
+    @property
+    def nodes(self) -> int:
+        """How many groups sum gradients among themselves before these sums are added up."""
+        return len(self.grid)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, as its launcher has it: which of how many ranks of its node."""
+
+    local_rank: int
+    local_ranks: int
+
+
+def own_place() -> Place:
+    """This rank's. One that no launcher started is taken to be alone on its node."""
+    launched = launch()
+    if (launched.rank, launched.ranks) != (dist.get_rank(), dist.get_world_size()):
+        return Place(0, 1)
+    return Place(launched.local_rank, launched.local_ranks)
+
+
+def places_without_peers(members: Sequence[int]) -> list[Place] | None:
+    """Where the ranks of a group whose other members are no processes run; None for ranks that can answer."""
+    inner = getattr(dist.group.WORLD, "node_ranks", None)
+    if inner is None:
+        return None
+    return [Place(rank % inner, inner) for rank in members]
+
+
+def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place]) -> Arrangement:
+    """Two levels, if the one row of `grid` is on several nodes, with as many ranks on each, and several.
+
+    `places` are those of the grid's ranks in rising order. The same on all ranks.
+    """
+    if hybrid or len(grid) > 1:
+        return Arrangement(grid, two_level=not hybrid)
+    row = grid[0].tolist()
+    sizes = sorted({place.local_ranks for place in places}, reverse=True)
+    if sizes[0] == 1 or sizes[0] >= len(row) == dist.get_world_size():
+        return Arrangement(grid)
+    if len(sizes) > 1:
+        return Arrangement(grid, why_flat=f"nodes of {' and '.join(map(str, sizes))} ranks")
+    numbered = zip(sorted(row), places, strict=True)
+    if any(rank % sizes[0] != place.local_rank for rank, place in numbered):
+        return Arrangement(grid, why_flat="the ranks of a node are not numbered one after the other")
+    by_node: dict[int, list[int]] = {}
+    for rank in row:
+        by_node.setdefault(rank // sizes[0], []).append(rank)
+    counts = {len(ranks) for ranks in by_node.values()}
+    if len(counts) > 1:
+        return Arrangement(grid, why_flat=f"{' and '.join(map(str, sorted(counts)))} of the ranks on a node")
+    if len(by_node) == 1 or counts == {1}:
+        return Arrangement(grid)
+    return Arrangement(torch.tensor(list(by_node.values())), two_level=True)
+
+
 def scatter_sends_less(grid: torch.Tensor, device: torch.device, wire_bytes: int, sum_bytes: int) -> bool:
-    """Whether a reduce-scatter sends fewer bytes between nodes than an all-to-all would.
+    """Whether a reduce-scatter sends fewer bytes between nodes than an all-to-all would, where there is one
+    level only.
 
     A reduce-scatter sums inside a node before data crosses to the next one, so the sum's bytes divided by the
     ranks of a node cross; in an all-to-all every rank's own message crosses. Inside one node, or with one

@@ -67,6 +67,7 @@ class Gathering:
         if self.inference is not None:
             self.inference.need(unit)
             return
+        self._comm.progress()
         in_backward = current_task() != NO_TASK
         running = self.backward if in_backward else self.forward
         if running is None or unit.is_unsharded:

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.groups import Comm, CrossingGather, as_bytes
 from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
@@ -76,6 +76,7 @@ class Lane:
         comm: Comm,
         replicated: bool,
         homes: Homes | None = None,
+        keeps_share: bool = False,
     ) -> None:
         self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
         self.parameters = list(parameters)
@@ -102,14 +103,15 @@ class Lane:
         self.writes = Writes(self.compute_parameters)
         wire = parameter_wire(dtypes)
         self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
-        self._node_share = NodeShare(self) if comm.two_level and self._receive is None else None
+        self.keeps_share = keeps_share and comm.two_level and self._receive is None
+        self._node_share = NodeShare(self) if self.keeps_share else None
         away = self.home.kind != "device"
         self._edits = Writes(self.parameters) if away else None  # by user code, of the sharded parameters
         beside = away and dtypes.rest != dtypes.compute and self._receive is None
         self.compute_shard = ComputeShard(self) if beside else None
         if not self.permanent:
             self._storage.resize_(0)
-        self.operation: Operation | Mark | None = None  # the gather in flight
+        self.operation: Operation | CrossingGather | Mark | None = None  # the gather in flight
         self.updated: Mark | None = None  # where a step that goes on beside computing has written all of it
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
@@ -203,7 +205,7 @@ class Lane:
             place.copy_(values, non_blocking=True)
             self.operation = self._gather_own(tag) or transfers.mark_gathers()
 
-    def _gather_own(self, tag: OpTag) -> Operation | None:
+    def _gather_own(self, tag: OpTag) -> Operation | CrossingGather | None:
         if self.replicated:
             return None
         return self.comm.gather(self._full_as_bytes, self._own_as_bytes, tag)
@@ -576,7 +578,7 @@ class ReceiveBuffer:
     def in_flight(self) -> bool:
         return self._storage.nbytes() > 0
 
-    def gather(self, tag: OpTag, again: bool) -> Operation | None:
+    def gather(self, tag: OpTag, again: bool) -> Operation | CrossingGather | None:
         lane = self._lane
         if self._encoded is None or not again:
             if self._encoded is None:

@@ -12,10 +12,17 @@ Nobody else sets `p.grad`. A unit's gradients go through these states:
                    (inside fs.accumulate, with replicate and zero1: -> accumulation buffer, until the last
                     micro-batch; with hybrid: -> accumulated shard, which is not yet summed over replicas)
 
-Sums are made in fp32 in the order of ranks, so every strategy makes the same sum.
+Sums are made in fp32 in the order of ranks, so every strategy makes the same sum. On several nodes a reduce
+has legs: gradients are exchanged inside each node and summed there; these sums are exchanged between nodes,
+by ranks of equal place, and summed in the order of nodes; with replicas, every node needs every sum, and they
+are gathered back. Each leg is issued in the order of the first ones, in a group of its own, and is waited for
+after the legs before it were issued on this rank for all units: no circle of waits can close.
 
 On a GPU nothing here waits for the device: `Operation.wait` makes the compute stream wait. A send buffer is
 freed (its storage resized on the compute stream) after that wait; before it the exchange may still read it.
+Later legs are issued at once: a stream of their own waits for the first one, and sums. All their memory is
+allocated and freed on the compute stream, which waits for that stream before it frees what that has read.
+On a CPU a later leg is issued when the one before it is over, or must be waited for.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from fullshard.engine.observer import Observer
 from fullshard.engine.reduce_buffers import (
     InFlight,
     LaneReduction,
+    Leg,
     Penalised,
     SendBuffer,
     check_repeated,
@@ -43,11 +51,13 @@ from fullshard.engine.reduce_buffers import (
     unpackable,
 )
 from fullshard.engine.tensor_parallel import local_gradients
+from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
-from fullshard.engine.wire import PlainWire
+from fullshard.engine.wire import PlainWire, Wire
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
-from fullshard.plan.schedule import in_flight_limit
+from fullshard.plan.schedule import across_limit, in_flight_limit
+from fullshard.precision import BLOCK
 
 _PLAIN = PlainWire(torch.float32)  # sums rows of any dtype
 _grad = attrgetter("grad")
@@ -64,7 +74,7 @@ class Reduction:
         self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
         self.observer: Observer | None = None
-        self.in_flight: list[InFlight] = []  # the oldest first
+        self._legs: dict[Leg, list[InFlight]] = {leg: [] for leg in Leg}  # in flight, the oldest first
         self._order: list[int] = []  # in which units are sent
         self._at = 0
         self._waiting: set[int] = set()
@@ -78,6 +88,10 @@ class Reduction:
         self.penalties: list[tuple[torch.Tensor, Sequence[Penalised]]] = []  # of this backward
         self._penalised: list[LaneReduction] = []  # lanes with gradients of penalties
         self._not_finite: list[str] = []  # parameters whose local gradients are not finite
+
+    @property
+    def in_flight(self) -> bool:
+        return any(self._legs.values())
 
     # ---- begin
 
@@ -171,7 +185,7 @@ class Reduction:
             self._accumulate(reduction, gradients)
             return None
         while self._is_in_flight(reduction):
-            self._finish_oldest()  # its buffers are still read or written
+            self._finish_oldest(Leg.INSIDE)  # its buffers are still read or written
         if reduction.has_accumulated:
             accumulation = self._accumulate(reduction, gradients)
             reduction.has_accumulated = False
@@ -186,7 +200,7 @@ class Reduction:
         return buffer
 
     def _is_in_flight(self, reduction: LaneReduction) -> bool:
-        return any(flight.reduction is reduction for flight in self.in_flight)
+        return any(flight.reduction is reduction for flight in self._legs[Leg.INSIDE])
 
     def _buffer(self, reduction: LaneReduction) -> SendBuffer:
         if reduction.send_buffer is None:
@@ -218,23 +232,31 @@ class Reduction:
     def _exchange(self, reduction: LaneReduction, buffer: SendBuffer, from_accumulation: bool) -> None:
         ranks = self._comm.all_ranks if from_accumulation else max(1, self.active_ranks)
         own_divisor = reduction.unit.policy.divisor
-        divisor = ranks if own_divisor is None else own_divisor
+        divisor: float = ranks if own_divisor is None else own_divisor
+        divisor /= self._options.nodes  # the rest is divided by when the sums of nodes are added up
         group, wire, tag = self._comm.shard_group, reduction.wire, self._tag(reduction.lane)
         self._throttle(buffer.size_bytes)
-        if self._comm.ranks == 1:
-            self.in_flight.append(InFlight(reduction, buffer, buffer.flat[None], None, divisor, _PLAIN))
+        held: SendBuffer | torch.Tensor = buffer
+        operation = None
+        if group.ranks == 1:
+            received, wire = buffer.flat[None], _PLAIN
         elif self._options.reduce == "scatter" and wire.in_place:
-            received = torch.empty_like(buffer.flat.view(group.ranks, -1)[:1])
+            received, wire = torch.empty_like(buffer.flat.view(group.ranks, -1)[:1]), _PLAIN
             operation = group.scatter(received.view(-1), buffer.flat, tag)
-            self.in_flight.append(InFlight(reduction, buffer, received, operation, divisor, _PLAIN))
         else:
-            feedback = self._options.precision.error_feedback and not self.absent
-            rows = encode_rows(reduction, buffer, group.ranks, feedback)
+            rows = encode_rows(reduction, buffer, group.ranks, self._feeds_back)
             received = torch.empty_like(rows)
             sent_bytes = buffer.as_bytes if wire.in_place else as_bytes(rows)
             operation = group.exchange(as_bytes(received), sent_bytes, tag)
             held = buffer if wire.in_place else rows  # read until the exchange is over
-            self.in_flight.append(InFlight(reduction, held, received, operation, divisor, wire))
+        flight = InFlight(Leg.INSIDE, reduction, held, received, operation, divisor, wire)
+        self._legs[Leg.INSIDE].append(flight)
+        if not self._comm.watchdog.host_waits:
+            self._issue_following(flight)
+
+    @property
+    def _feeds_back(self) -> bool:
+        return self._options.precision.error_feedback and not self.absent
 
     def _throttle(self, size_bytes: int) -> None:
         """Before another exchange: a few may be in flight, a large one alone.
@@ -242,36 +264,70 @@ class Reduction:
         gloo uses a link both ways at once only while several are.
         Ranks on different paths finish units in different orders: there, waiting could close a circle.
         """
-        limit = in_flight_limit(size_bytes)
-        while len(self.in_flight) >= limit and (not self.diverges or self.in_flight[0].over()):
-            self._finish_oldest()
+        self.progress()
+        inside = self._legs[Leg.INSIDE]
+        while len(inside) >= in_flight_limit(size_bytes) and (not self.diverges or inside[0].over()):
+            self._finish_oldest(Leg.INSIDE)
+        for leg in (Leg.ACROSS, Leg.BACK):
+            later = self._legs[leg]
+            while later and len(later) >= across_limit(later[0].received.nbytes):
+                if self.diverges and not later[0].over():
+                    return
+                self._finish_oldest(leg)
+
+    def progress(self) -> None:
+        """Where the host waits for collectives: issue or sum what follows those that are over."""
+        if self._options.nodes > 1 and self._comm.watchdog.host_waits:
+            for leg, legs in self._legs.items():
+                while legs and legs[0].over():
+                    self._finish_oldest(leg)
 
     def _drain(self) -> None:
-        while self.in_flight:
-            self._finish_oldest()
+        for leg, legs in self._legs.items():
+            while legs:
+                self._finish_oldest(leg)
 
-    def _finish_oldest(self) -> None:
-        flight = self.in_flight[0]
+    def _finish_oldest(self, leg: Leg) -> None:
+        flight = self._legs[leg][0]
         flight.wait()
-        del self.in_flight[0]  # not before: if waiting raises, `drop` must still know of its buffers
+        del self._legs[leg][0]  # not before: if waiting raises, `drop` must still know of its buffers
         observer = self.observer
         if observer is not None:
             observer.begin("sum", flight.reduction.lane.unit)
-        if not flight.second_leg and self._comm.cross_node_group is not None and flight.operation is not None:
-            self._cross_nodes(flight)
-        elif not flight.second_leg and self._comm.replicas > 1:
-            self._sum_replicas(flight)
-        else:
+        if self._comm.watchdog.host_waits and self._continues(flight):
+            flight.following = self._next_leg(flight)
+        if flight.following is not None:
+            self._legs[flight.following.leg].append(flight.following)
+        elif not self._continues(flight):
             self._sum_into_shard(flight)
+        flight.close()
         if observer is not None:
             observer.end("sum", flight.reduction.lane.unit)
+
+    def _continues(self, flight: InFlight) -> bool:
+        """Whether another leg follows."""
+        if flight.leg is Leg.INSIDE:
+            return self._options.nodes > 1
+        return flight.leg is Leg.ACROSS and self._comm.replicas > 1
+
+    def _issue_following(self, flight: InFlight) -> None:
+        if self._continues(flight):
+            flight.following = self._next_leg(flight)
+            if flight.following is not None:
+                self._issue_following(flight.following)
+
+    def _next_leg(self, flight: InFlight) -> InFlight | None:
+        return self._cross_nodes(flight) if flight.leg is Leg.INSIDE else self._gather_back(flight)
 
     def _sum_into_shard(self, flight: InFlight) -> None:
         lane = flight.reduction.lane
         gradients = lane.gradients
         assert gradients is not None
         own = gradients.staged()
-        if gradients.live or lane.dtypes.sum != lane.dtypes.rest:
+        if flight.leg is Leg.BACK:
+            total = self._gathered_back(flight)[: len(own)]
+            (own.add_ if gradients.live else own.copy_)(total)
+        elif gradients.live or lane.dtypes.sum != lane.dtypes.rest:
             total = torch.empty_like(own, dtype=lane.dtypes.sum)
             flight.wire.mean(flight.received, flight.divisor, total)
             (own.add_ if gradients.live else own.copy_)(total)
@@ -279,42 +335,86 @@ class Reduction:
             flight.wire.mean(flight.received, flight.divisor, own)
         gradients.put_back(own)
         gradients.live = True
-        if isinstance(flight.sent, SendBuffer):
-            flight.sent.close()
 
-    def _total(self, flight: InFlight, divisor: float) -> torch.Tensor:
-        """The sum of what the shard group sent, for a second leg; the send buffer is free afterwards."""
-        lane = flight.reduction.lane
-        share = lane.layout.total // self._comm.shard_group.ranks
-        total = torch.empty(share, dtype=lane.dtypes.sum, device=lane.home.compute_device)
-        flight.wire.mean(flight.received, divisor, total)
-        if isinstance(flight.sent, SendBuffer):
-            flight.sent.close()
-        return total
+    def _cross_nodes(self, flight: InFlight) -> InFlight | None:
+        """The node's sum goes between nodes, in the dtype of the wire between them.
 
-    def _cross_nodes(self, flight: InFlight) -> None:
-        """The node's sum goes between nodes, in the dtype of the sum."""
-        group, reduction = self._comm.cross_node_group, flight.reduction
+        With replicas it is added to what was postponed, and may be postponed itself.
+        """
+        comm, reduction, wire = self._comm, flight.reduction, flight.reduction.across
+        group, lane = comm.cross_node_group, reduction.lane
         assert group is not None
-        total = self._total(flight, divisor=1)
-        received = torch.empty_like(total).view(group.ranks, -1)
-        operation = group.exchange(as_bytes(received), as_bytes(total), self._tag(reduction.lane))
-        self.in_flight.append(
-            InFlight(reduction, total, received, operation, flight.divisor, _PLAIN, second_leg=True)
+        share, device = lane.layout.total // comm.shard_group.ranks, lane.home.compute_device
+        values = torch.empty(
+            group.ranks, self._row_elements(lane, wire), dtype=lane.dtypes.sum, device=device
         )
+        total = values.view(-1)
+        postponed, reduction.accumulated_shard = reduction.accumulated_shard, None
+        postpones = self.postponing and comm.replicas > 1
+        rows = received = values
+        if not postpones:
+            rows = wire.rows(group.ranks, values.shape[1], device)
+            rows = values if wire.in_place and rows.dtype == values.dtype else rows
+            received = torch.empty_like(rows)
+            residual = reduction.residual(Leg.ACROSS, values) if self._keeps_residual(wire) else None
+        following = None
+        with comm.beside("sums of nodes"):
+            if flight.operation is not None:
+                flight.operation.wait()
+            flight.wire.mean(flight.received, flight.divisor, total[:share])
+            total[share:].zero_()
+            if postponed is not None:
+                total.add_(postponed)
+            if postpones:
+                reduction.accumulated_shard = total
+            else:
+                if rows is not values:
+                    wire.encode(values, rows, residual)
+                operation = group.exchange(as_bytes(received), as_bytes(rows), self._tag(lane))
+                following = InFlight(Leg.ACROSS, reduction, rows, received, operation, group.ranks, wire)
+            self._mark_read(flight, total, *(() if postponed is None else (postponed,)))
+        return following
 
-    def _sum_replicas(self, flight: InFlight) -> None:
-        """The mean over this shard group goes on to the sum over replicas, unless that is postponed."""
-        reduction = flight.reduction
-        total = self._total(flight, flight.divisor)
-        if reduction.accumulated_shard is not None:
-            total.add_(reduction.accumulated_shard)
-            reduction.accumulated_shard = None
-        if self.postponing:
-            reduction.accumulated_shard = total
-            return
-        operation = self._comm.sum_replicas(total, self._tag(reduction.lane))
-        self.in_flight.append(InFlight(reduction, total, total[None], operation, 1, _PLAIN, second_leg=True))
+    def _gather_back(self, flight: InFlight) -> InFlight:
+        """With replicas: this rank's part of the sum over nodes goes to all of them, in the same dtype."""
+        comm, reduction, wire = self._comm, flight.reduction, flight.wire
+        group, lane = comm.cross_node_group, reduction.lane
+        assert group is not None
+        num_elements, device = self._row_elements(lane, wire), lane.home.compute_device
+        total = torch.empty(1, num_elements, dtype=lane.dtypes.sum, device=device)
+        rows = wire.rows(group.ranks, num_elements, device)
+        own = rows[group.rank : group.rank + 1]
+        residual = reduction.residual(Leg.BACK, total) if self._keeps_residual(wire) else None
+        with comm.beside("sums of replicas"):
+            if flight.operation is not None:
+                flight.operation.wait()
+            wire.mean(flight.received, flight.divisor, total[0])
+            wire.encode(total, own, residual)
+            operation = group.gather(as_bytes(rows), as_bytes(own), self._tag(lane))
+            self._mark_read(flight, total)
+        return InFlight(Leg.BACK, reduction, rows, rows, operation, 1, wire)
+
+    def _gathered_back(self, flight: InFlight) -> torch.Tensor:
+        if flight.wire.in_place:
+            return flight.received.view(-1)
+        elements = self._row_elements(flight.reduction.lane, flight.wire)
+        total = torch.empty(len(flight.received), elements, device=flight.received.device)
+        flight.wire.decode(flight.received, total)
+        return total.view(-1)
+
+    def _row_elements(self, lane: Lane, wire: Wire) -> int:
+        """Between nodes, elements per row: with replicas, a shard need not divide by nodes, and is padded."""
+        share, multiple = lane.layout.total // self._comm.shard_group.ranks, 1 if wire.in_place else BLOCK
+        return -(-share // (self._options.nodes * multiple)) * multiple
+
+    def _keeps_residual(self, wire: Wire) -> bool:
+        return not wire.in_place and self._feeds_back
+
+    def _mark_read(self, flight: InFlight, *held: torch.Tensor) -> None:
+        """On a device: from here on the compute stream may free what this leg has received, and these."""
+        if not self._comm.watchdog.host_waits:
+            flight.read = Mark(torch.cuda.current_stream(self._comm.device))
+            flight.held += held
 
     def _tag(self, lane: Lane) -> OpTag:
         return self._comm.tag(lane.unit, "backward")
@@ -465,9 +565,10 @@ class Reduction:
         """Forget everything in flight, after a backward that failed. After a stall it stays in flight."""
         if self._comm.stalled:
             return
-        for flight in self.in_flight:
-            flight.wait()
-        self.in_flight.clear()
+        for legs in self._legs.values():
+            for flight in legs:
+                flight.drop()
+            legs.clear()
         for lanes in self._units:
             for reduction in lanes:
                 reduction.drop_accumulated()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.gradients import GradShard, local_shape, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
-from fullshard.engine.wire import Wire, gradient_wire
+from fullshard.engine.wire import Wire, gradient_wire, gradient_wire_across
 from fullshard.errors import GradientError, unit_label
 from fullshard.plan.layout import Piece
 
@@ -86,6 +88,14 @@ def _gaps(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
     return [flat[piece.stop : start] for piece, start in pairs if start > piece.stop]
 
 
+class Leg(Enum):
+    """Gradients go inside the shard group, then their sums between nodes; with replicas, back from there."""
+
+    INSIDE = 0
+    ACROSS = 1
+    BACK = 2
+
+
 @dataclass
 class LaneReduction:
     """What one lane needs to reduce: its buffers, and which parameters were used since the last sum."""
@@ -97,12 +107,20 @@ class LaneReduction:
     has_accumulated: bool = False  # the accumulation buffer holds gradients that were not sent yet
     accumulated_shard: torch.Tensor | None = None  # hybrid: sums that were not yet added over replicas
     used: list[bool] | None = None
-    residual: torch.Tensor | None = None  # what 8-bit gradients have left out so far
+    residuals: dict[Leg, torch.Tensor] = field(default_factory=dict)  # what 8 bits have left out so far
     penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of penalties, by index
     wire: Wire = field(init=False)
+    across: Wire = field(init=False)  # between nodes
 
     def __post_init__(self) -> None:
-        self.wire = gradient_wire(self.lane.dtypes)
+        self.wire, self.across = gradient_wire(self.lane.dtypes), gradient_wire_across(self.lane.dtypes)
+
+    def residual(self, leg: Leg, values: torch.Tensor) -> torch.Tensor:
+        """What 8 bits left out of earlier values of this shape, on this leg."""
+        residual = self.residuals.get(leg)
+        if residual is None:
+            residual = self.residuals[leg] = torch.zeros_like(values, dtype=torch.bfloat16)
+        return residual
 
     def drop_accumulated(self) -> None:
         self.accumulated_shard = self.used = None
@@ -147,22 +165,39 @@ class LaneReduction:
 
 @dataclass
 class InFlight:
-    """One exchange in flight."""
+    """One leg of a reduce in flight: what it sends, where it arrives, and what the sum is divided by."""
 
+    leg: Leg
     reduction: LaneReduction
     sent: SendBuffer | torch.Tensor
     received: torch.Tensor
     operation: Operation | None
     divisor: float
     wire: Wire  # of the received rows
-    second_leg: bool = False  # hybrid: between nodes, after the exchange inside each
+    read: Mark | None = None  # on a device: what was received has been read, for the next leg
+    following: InFlight | None = None  # and this is that leg, if there is one
+    held: list[torch.Tensor] = field(default_factory=list)  # until then
 
     def over(self) -> bool:
+        if self.read is not None:
+            return self.read.over()
         return self.operation is None or self.operation.over()
 
     def wait(self) -> None:
-        if self.operation is not None:
+        if self.read is not None:
+            self.read.wait()
+        elif self.operation is not None:
             self.operation.wait()
+
+    def drop(self) -> None:
+        self.wait()
+        if self.following is not None:
+            self.following.drop()
+
+    def close(self) -> None:
+        """It is over, and what was received has been read: the memory that it was sent from is free."""
+        if isinstance(self.sent, SendBuffer):
+            self.sent.close()
 
 
 def take_over_grads(lane: Lane) -> None:
@@ -220,10 +255,8 @@ def encode_rows(reduction: LaneReduction, sent: SendBuffer, num_rows: int, feedb
     values, wire = sent.flat.view(num_rows, -1), reduction.wire
     if wire.in_place:
         return values
-    if feedback and reduction.residual is None:
-        reduction.residual = torch.zeros_like(values, dtype=torch.bfloat16)
     rows = wire.rows(num_rows, values.shape[1], values.device)
-    wire.encode(values, rows, reduction.residual if feedback else None)
+    wire.encode(values, rows, reduction.residual(Leg.INSIDE, values) if feedback else None)
     sent.close()
     return rows
 

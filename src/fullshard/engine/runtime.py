@@ -481,6 +481,7 @@ class Runtime:
         if self._observer is not None and unit.pass_state.task == NO_TASK:
             self._observer.begin("backward", unit.name)
         unit.pass_state.task = task
+        self.reduction.progress()
         self.gathering.began(unit)
         self.reduction.skip_to(unit.index, unit.inner_indices, self._called)
         if unit.rereads:

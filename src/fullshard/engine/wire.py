@@ -88,3 +88,8 @@ def parameter_wire(dtypes: LaneDtypes) -> Wire:
 
 def gradient_wire(dtypes: LaneDtypes) -> Wire:
     return BlockWire() if dtypes.eight_bit_wire else PlainWire(dtypes.packed)
+
+
+def gradient_wire_across(dtypes: LaneDtypes) -> Wire:
+    """Between nodes, for the sums of each."""
+    return gradient_wire(dtypes)

@@ -56,6 +56,11 @@ class LanePlan:
             return self.layout.ranks * packed_bytes(self.layout.interval)
         return self.layout.total * self.dtypes.wire.itemsize
 
+    @property
+    def across_bytes(self) -> int:
+        """The same gradients as they are sent between nodes, before each has summed its own."""
+        return self.wire_bytes
+
     def rest_bytes(self, replicated: bool) -> int:
         return (self.layout.total if replicated else self.layout.interval) * self.dtypes.rest.itemsize
 
@@ -85,10 +90,12 @@ class Plan:
     """
 
     strategy: str
-    ranks: int
+    ranks: int  # that hold different shards
     units: tuple[UnitPlan, ...]
     schedule: Schedule
     resting: Resting | None = None  # with offload: where values rest
+    nodes: int = 1  # whose sums of gradients are added up: of these ranks, or with hybrid of their replicas
+    why_flat: str = ""  # ranks are on several nodes, but messages do not go over two levels
 
     def with_offload(self, offload: Offload, free: Free) -> Plan:
         """Where values rest with it. Raises OffloadError if its budget cannot be met."""
@@ -118,17 +125,48 @@ class Plan:
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """Sent per step of one micro-batch: gathers and gradients."""
-        share = (self.ranks - 1) / self.ranks
-        total = 0.0
+        """Sent per step of one micro-batch: gathers and gradients, inside nodes and between them."""
+        return self._sent(self.node_ranks) + self.across_bytes_per_step
+
+    @property
+    def across_bytes_per_step(self) -> int:
+        """What of it is sent between nodes, where messages go over two levels; 0 where they do not."""
+        if self.nodes == 1:
+            return 0
+        if self.strategy == "hybrid":  # gradients only: their sums, and these back from their owners
+            lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
+            return round(sum(2 * lane.across_bytes for lane in lanes) * self._across_share)
+        return round(
+            sum(
+                gathers * lane.gather_bytes + self._reduced_bytes(lane, lane.across_bytes)
+                for unit, gathers in zip(self.units, self.schedule.gathers, strict=True)
+                for lane in unit.lanes
+            )
+            * self._across_share
+        )
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks that exchange messages of the first level, or all messages."""
+        return self.ranks if self.strategy == "hybrid" else self.ranks // self.nodes
+
+    @property
+    def _across_share(self) -> float:
+        """Of a full buffer, what one rank sends between nodes: its node's part of it, to the other nodes."""
+        return (self.nodes - 1) / self.nodes / self.node_ranks
+
+    def _sent(self, ranks: int) -> int:
+        """Per step, in a group of so many ranks."""
+        total = 0
         for unit, gathers in zip(self.units, self.schedule.gathers, strict=True):
             for lane in unit.lanes:
-                total += share * lane.gather_bytes * gathers
-                if lane.trainable:
-                    total += share * lane.wire_bytes
-                    if self._replicated:
-                        total += share * lane.layout.total * lane.dtypes.rest.itemsize
-        return round(total)
+                total += gathers * lane.gather_bytes + self._reduced_bytes(lane, lane.wire_bytes)
+        return round(total * (ranks - 1) / ranks)
+
+    def _reduced_bytes(self, lane: LanePlan, sent: int) -> int:
+        if not lane.trainable:
+            return 0
+        return sent + (lane.layout.total * lane.dtypes.rest.itemsize if self._replicated else 0)
 
     @property
     def _replicated(self) -> bool:
@@ -142,14 +180,25 @@ class Plan:
         rows += [row for index in range(len(self.units)) for row in self._rows(index)]
         return "\n".join(
             [
-                f"{self.num_elements:,} parameters, {self.strategy!r}, {self.ranks} ranks; per rank:",
+                f"{self.num_elements:,} parameters, {self.strategy!r}, {self._ranks()}; per rank:",
                 *_table(rows, range(2, 6)),
                 *(self._at_rest() if self.resting is None else self._at_rest_by_home(self.resting)),
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
-                f"sent per step: {size(self.wire_bytes_per_step)}",
+                f"sent per step: {size(self.wire_bytes_per_step)}{self._across()}",
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
             ]
         )
+
+    def _ranks(self) -> str:
+        if self.strategy == "hybrid" and self.nodes > 1:
+            return f"{self.ranks} ranks and {self.nodes} replicas"
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.ranks} ranks{nodes}"
+
+    def _across(self) -> str:
+        if self.why_flat:
+            return f"; nodes are not used as a level of their own: {self.why_flat}"
+        return f", of it between nodes: {size(self.across_bytes_per_step)}" if self.nodes > 1 else ""
 
     def _at_rest(self) -> list[str]:
         return [
@@ -247,6 +296,17 @@ def _aligns(lanes: Sequence[tuple[LaneDtypes, list[Member]]], ranks: int) -> lis
     return [BLOCK] * len(lanes) if blocked - packed < BLOCK_PADDING * packed else needed
 
 
+def planned_levels(options: Options, ranks: int, node_ranks: int, tp_size: int = 1) -> tuple[int, Options]:
+    """Before ranks are started: how many will hold different shards, and options that know their nodes."""
+    inner = max(1, node_ranks // tp_size)
+    if inner >= ranks or (inner == 1 and options.strategy != "hybrid"):
+        return ranks, options
+    if ranks % inner:
+        return ranks, replace(options, why_flat=f"{ranks} ranks on nodes of {inner}")
+    options = replace(options, nodes=ranks // inner)
+    return (inner if options.strategy == "hybrid" else ranks), options
+
+
 def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
     return plan_of(find_units(model, options), ranks, options)
 
@@ -262,7 +322,8 @@ def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[
     path = _path_by_definition(units) if path is None else path
     if not options.releases_after_forward:
         path = list(dict.fromkeys(path))  # the engine does not see another call of a unit that is still full
-    return Plan(options.strategy, ranks, plans, make_schedule([path], scheduled, options))
+    schedule = make_schedule([path], scheduled, options)
+    return Plan(options.strategy, ranks, plans, schedule, None, options.nodes, options.why_flat)
 
 
 class _HasModules(Protocol):

@@ -352,3 +352,11 @@ def in_flight_limit(size_bytes: int) -> int:
     gloo uses a link both ways at once only while several are in flight; large ones hold much memory.
     """
     return 1 if size_bytes > LARGE_BYTES else IN_FLIGHT
+
+
+def across_limit(size_bytes: int) -> int:
+    """How many exchanges between nodes may be in flight, of which each receives `size_bytes`.
+
+    Each is that part of an exchange inside the node that one of its ranks sums.
+    """
+    return 2 if size_bytes > LARGE_BYTES else IN_FLIGHT
