@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,17 @@ def cores() -> int:
         return max(1, min(count, int(quota) // int(period)))
     except (OSError, ValueError):  # no cgroup, or "max"
         return max(1, count)
+
+
+def cache_folder() -> Path:
+    """Where files of this user are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fullshard"
+
+
+def cluster_name() -> str:
+    """FULLSHARD_CLUSTER, Slurm's name of the cluster, or this host's name."""
+    named = os.environ.get("FULLSHARD_CLUSTER") or os.environ.get("SLURM_CLUSTER_NAME")
+    return named or socket.gethostname().partition(".")[0]
 
 
 def set_default_variables(variables: dict[str, str]) -> list[str]:

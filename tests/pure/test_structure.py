@@ -33,6 +33,7 @@ BASE = {
     "precision",
     "environment",
     "leaving",
+    "link_speeds",
     "integrations",
     "patches",
 }

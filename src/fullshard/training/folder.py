@@ -3,7 +3,7 @@
 run.json         what must not change when the run is resumed
 config.json      the complete config, as last used
 metrics.jsonl    one line a step: loss, learning rate, gradient norm, tokens/s, memory of each rank
-summary.json     how the run stands: plan, memory at rest, sample, versions
+summary.json     how the run stands: plan, memory at rest, sample, link speeds if measured, versions
 report.html      all of it, to look at
 checkpoints/     step-000500, ...: fs.load and, for Hugging Face models, from_pretrained read them
 model/           the trained model, when all steps are done

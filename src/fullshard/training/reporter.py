@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from fullshard.api import plan
+from fullshard.link_speeds import recall_speeds
 from fullshard.training import holdings
 from fullshard.training.display import Display
 from fullshard.training.logs import Logs
@@ -117,7 +118,7 @@ class Reporter(Watcher):
 
 def _describe(job: Job, run: Run) -> dict[str, Any]:
     """What is known of a run at its beginning."""
-    planned = plan(run.model)
+    planned, speeds = plan(run.model), recall_speeds()
     replicated = planned.strategy == "replicate"
     tensors = sum(1 for p in run.model.parameters() if p.requires_grad)
     return {
@@ -141,6 +142,7 @@ def _describe(job: Job, run: Run) -> dict[str, Any]:
         "full_at_peak": planned.full_bytes_at_peak,
         "sent_per_step": planned.wire_bytes_per_step,
         "whole": holdings.of_one_process(planned, tensors).as_dict(),
+        "links": None if speeds is None else asdict(speeds),
         "versions": _versions(),
     }
 

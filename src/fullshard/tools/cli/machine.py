@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
-from fullshard.environment import cores
+import typer
+
+from fullshard.environment import cores, launch
 from fullshard.extras import TRIED
+from fullshard.link_speeds import ClusterSpeeds, LinkSpeed, recall_speeds, remember_speeds
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import AsJson
@@ -16,15 +20,53 @@ from fullshard.version import VERSION
 _OTHERS = ("numpy", "safetensors", "peft", "isal", "typer", "rich", "onnx", "onnxruntime", "onnxscript")
 
 
-def _machine(json: AsJson = False) -> int:
+def _machine(
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Measure the links between the ranks that a launcher started, and remember them.",
+        ),
+    ] = False,
+    json: AsJson = False,
+) -> int:
+    speeds = _probed() if probe else recall_speeds()
+    if probe and launch().rank != 0:
+        return 0
     facts = _facts()
     if json:
-        as_json_text(facts)
+        as_json_text(facts | {"links": None if speeds is None else asdict(speeds)})
         return 0
     rows = [(name, str(value)) for name, value in facts.items() if name != "libraries"]
+    rows += _links(speeds)
     rows += [(name, _library(state)) for name, state in facts["libraries"].items()]
     table(("what", "here"), rows, left=(0, 1))
     return 0
+
+
+def _probed() -> ClusterSpeeds:
+    """Measured by all ranks; the first one remembers it."""
+    from fullshard.comm.probe import probe
+
+    speeds = probe()
+    if launch().rank == 0 and (speeds.inside or speeds.across):
+        remember_speeds(speeds)
+    return speeds
+
+
+def _links(speeds: ClusterSpeeds | None) -> list[tuple[str, str]]:
+    if speeds is None:
+        return [("links", "not measured: run fullshard env --probe on several ranks")]
+    if speeds.inside is None and speeds.across is None:
+        return [("links", "none between one rank: launch several, see fullshard env --help")]
+    known = (("link inside a node", speeds.inside), ("link across nodes", speeds.across))
+    rows = [(name, _link(level)) for name, level in known if level is not None]
+    return [*rows, ("links measured", f"{speeds.measured}, {speeds.ranks} ranks, {speeds.backend}")]
+
+
+def _link(speed: LinkSpeed) -> str:
+    rate = f"{speed.bandwidth_bytes_s / 1e9:.3g} GB/s per rank"
+    return f"{rate}, {speed.latency_s * 1e6:.3g} µs per hop, {speed.ranks} ranks"
 
 
 def _facts() -> dict[str, Any]:
@@ -74,11 +116,16 @@ MACHINE = Command(
     "print versions and devices, for a bug report",
     """\
 Versions of fullshard, Python, torch and the libraries that integrations are tested with;
-backends and devices. The output contains no path and no host name.""",
+backends and devices. The output contains no path and no host name. With --probe the ranks
+that a launcher started measure bandwidth and latency inside a node and across nodes, in
+seconds; the result is remembered for this cluster (FULLSHARD_CLUSTER, or the host's name
+without its numbers) in the user's cache folder.""",
     """\
 examples:
   fullshard env
   fullshard env --json
+  torchrun --nproc-per-node 8 -m fullshard env --probe
+  fullshard launch --nnodes 2 --node-rank 0 --master-addr HOST -m fullshard env --probe
 
 Exit code 0.""",
 )
