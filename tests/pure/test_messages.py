@@ -20,7 +20,7 @@ import torch
 import fullshard as fs
 from fullshard.checkpoint.format.checksums import PIECE
 from fullshard.checkpoint.format.manifest import Part
-from fullshard.comm import messages, recorder_files
+from fullshard.comm import messages, recorder_files, tree
 from fullshard.errors import NotSupported
 
 PACKAGE = Path(fs.__file__).parent
@@ -93,23 +93,27 @@ def test_damaged_messages_are_our_error_and_take_no_memory() -> None:
             changed[generator.randrange(len(changed))] = generator.randrange(256)
         with contextlib.suppress(fs.FullshardError):
             messages.decode(bytes(changed[: generator.randint(0, len(changed))]), 1)
-    for tree in (
+    for content in (
         {"$": ["tensor", "float32", [2**40], 0]},
         {"$": ["array", "<f8", [2**40], 0]},
         {"$": ["array", "|O", [1], 0]},
         {"$": ["record", "os.system", ["true"]]},
         {"$": ["record", "builtins.eval", ["1"]]},
     ):
-        text = json.dumps([tree, [8]]).encode()
+        text = json.dumps([content, [8]]).encode()
         with pytest.raises(fs.FullshardError, match="cannot be read"):
             messages.decode(struct.pack("<q", len(text)) + text + bytes(8), 1)
 
 
 def test_a_message_that_is_announced_as_too_large_is_refused_on_every_rank() -> None:
-    with pytest.raises(NotSupported, match="rank 5 sends a message of"):
-        messages.check_sizes([10, messages.MAX_BYTES + 1], [4, 5])
-    with pytest.raises(NotSupported, match="rank 4"):
-        messages.check_sizes([-1, 3], [4, 5])
+    def frame(size: int) -> tree.Frame:
+        return tree.Frame(size, 1, False, tree.label_of("agreement"), b"")
+
+    for sizes, rank in (([10, messages.MAX_BYTES + 1], 5), ([-1, 3], 4)):
+        problem = tree._problem([frame(size) for size in sizes], [4, 5])
+        assert problem is not None
+        with pytest.raises(NotSupported, match=f"rank {rank} sends a message of"):
+            tree.raise_failure(problem)
 
 
 # --- no pickle --------------------------------------------------------------------------------------------

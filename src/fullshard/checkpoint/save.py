@@ -113,6 +113,7 @@ def save(
     _add_own_values(runtime, saved, values, {name for name in own if own[name] != first.get(name)})
     plans = _agreed_plans(control, saved, [of_rank.tensors for of_rank in digests])
     target = Path(requests[0].options["path"])
+    control = control.beside_training() if background else control
     job = Job(control, target, saved, values, plans, description, (keep_last, files))
     if background:
         job.copy_to_host()

@@ -1,8 +1,4 @@
-"""Agreement between ranks on the host, outside a step: objects, errors, and which ranks are missing.
-
-A ControlGroup has a process group of its own, so a background thread may use it while collectives of a step
-run.
-"""
+"""Agreement between ranks on the host, outside a step: objects, errors, and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from fullshard.comm.ending import end_now_if_needed, never_destroy
 from fullshard.comm.groups import Comm, as_bytes, error_fields, in_flight, raise_first_error
 from fullshard.comm.host_group import HostGroup, first_group, forget_first_groups
 from fullshard.comm.tags import OpTag
+from fullshard.comm.watchdog import Watchdog
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.leaving import at_the_end
 
@@ -27,14 +24,22 @@ S = TypeVar("S")
 
 
 class ControlGroup:
-    """Collectives of plain values on the host, over all ranks of one model. One thread at a time."""
+    """Collectives of plain values on the host, over all ranks of one model. For the script's thread."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._group = HostGroup(comm.world.members, "control", training=comm.watchdog)
-        self._members = comm.world.members
-        self.ranks, self.index = self._group.ranks, self._group.index
+    def __init__(self, group: HostGroup, training: Watchdog) -> None:
+        self._group, self._training, self._members = group, training, group.members
+        self.ranks, self.index = group.ranks, group.index
         self.is_first = self.index == 0
         self.host_copy: Any = None  # buffer of background saves, reused by the next one
+        self._beside: ControlGroup | None = None
+
+    def beside_training(self) -> ControlGroup:
+        """For a thread that exchanges messages while the script does. All ranks must make the first call
+        together."""
+        if self._beside is None:
+            group = HostGroup(self._members, "save", training=self._training)
+            self._beside = ControlGroup(group, self._training)
+        return self._beside
 
     def all_gather_object(self, value: T, what: str = "agreeing") -> list[T]:
         """Every rank's value, by rank, on every rank."""
@@ -42,8 +47,7 @@ class ControlGroup:
 
     def gather_object(self, value: T) -> list[T] | None:
         """Every rank's value, by rank, on the first rank only."""
-        rows = self.all_gather_object(value)
-        return rows if self.is_first else None
+        return self._group.gather_object(value, OpTag("agreement", "agreeing", 0))
 
     def broadcast_object(self, value: T) -> T:
         """The first rank's value on every rank."""
@@ -75,7 +79,7 @@ class World:
     def __init__(self, comm: Comm, ranks: list[int]) -> None:
         self._rows = dict(zip(comm.members, comm.all_gather_object(ranks), strict=True))
         self.members = self.tp_ranks_of(comm.members)
-        self._group = HostGroup(self.members, "tensor parallel")
+        self.host_group = HostGroup(self.members, "tensor parallel")
 
     def tp_ranks_of(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of the tensor-parallel groups of these ranks."""
@@ -83,21 +87,21 @@ class World:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's plain value, by rank."""
-        return self._group.all_gather_object(value, OpTag("agreement", "between steps", 0))
+        return self.host_group.all_gather_object(value, OpTag("agreement", "between steps", 0))
 
     def broadcast(self, values: torch.Tensor) -> None:
         """The first rank's values, in place, on every rank."""
         if values.numel():
             target = values.cpu().contiguous()
-            self._group.broadcast(as_bytes(target), OpTag("values", "between steps", 0))
+            self.host_group.broadcast(as_bytes(target), OpTag("values", "between steps", 0))
             values.copy_(target)
 
 
 def control_group(comm: Comm) -> ControlGroup:
-    """The control group of a model's ranks. All ranks must make the first call together, which creates it."""
+    """The control group of a model's ranks."""
     group: ControlGroup | None = comm.__dict__.get("_control_group_object")
     if group is None:
-        group = comm.__dict__["_control_group_object"] = ControlGroup(comm)
+        group = comm.__dict__["_control_group_object"] = ControlGroup(comm.world.host_group, comm.watchdog)
     return group
 
 

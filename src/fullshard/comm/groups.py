@@ -159,7 +159,7 @@ class Comm:
         _comms.add(self)
 
     def _create_groups(self, inner: list[int], outer: list[int]) -> None:
-        self._host_group = HostGroup(self.members, "agreement", self.watchdog)
+        self.host_group = HostGroup(self.members, "agreement", self.watchdog)
         self.shard_group = ShardGroup(self, inner, "")
         self.cross_node_group = ShardGroup(self, outer, " across") if len(outer) > 1 else None
         self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
@@ -307,26 +307,17 @@ class Comm:
     def all_gather_ints(self, values: Sequence[int], phase: str = "between steps") -> torch.Tensor:
         """Every rank's numbers, one row per rank."""
         mine = torch.tensor(values, dtype=torch.int64)
-        if self.all_ranks == 1:
-            return mine[None]
-        return self._agree(mine, phase)
+        return self.host_group.all_gather_ints(mine, self.tag("agreement", phase))
 
     def barrier(self, phase: str) -> None:
         """Every rank must call this now: one that waits for this one elsewhere is an error."""
         if self.all_ranks > 1:
-            self._agree(torch.zeros(1, dtype=torch.int64), phase)
+            self.all_gather_ints([0], phase)
             self.check_agreement()
-
-    def _agree(self, mine: torch.Tensor, phase: str) -> torch.Tensor:
-        number = self.begin("control", self.tag("agreement", phase))
-        rows = torch.empty(self.all_ranks, len(mine), dtype=torch.int64)
-        work = _all_gather(rows.view(-1), mine, group=self._host_group.group, async_op=True)
-        self.watchdog.wait_for(work, "control", number)
-        return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's plain value, by rank. Not for the hot path."""
-        return self._host_group.all_gather_object(value, self.tag("agreement", "between steps"))
+        return self.host_group.all_gather_object(value, self.tag("agreement", "between steps"))
 
     def broadcast(self, values: torch.Tensor) -> None:
         """The first rank's values, in place, on every rank."""
@@ -340,7 +331,7 @@ class Comm:
             return
         direct = values.device.type == "cpu" and values.is_contiguous()
         target = values if direct else values.cpu().contiguous()
-        self._host_group.broadcast(as_bytes(target), self.tag("values", "between steps"))
+        self.host_group.broadcast(as_bytes(target), self.tag("values", "between steps"))
         if target is not values:
             values.copy_(target)
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange messages on the host: a gloo group with a flight recorder of its own."""
+"""Ranks that exchange messages on the host, recorded and watched. The tree that carries them is shared."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fullshard.comm import messages
+from fullshard.comm import messages, tree
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.group_names import named_by_members
 from fullshard.comm.recorder_files import folder_for, remove_abandoned
 from fullshard.comm.tags import OpTag
+from fullshard.comm.tree import Chain, Level, Tree
 from fullshard.comm.watchdog import Watchdog
 from fullshard.environment import launch
 
@@ -48,6 +50,9 @@ def new_group(ranks: list[int], backend: str | None = None) -> Any:
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
+Lane = Literal["script", "save"]  # the thread that exchanges: the script's own, or one that saves beside it
+
+
 class HostGroup:
     """Collectives of plain values on the host, over `members` of the world. One thread at a time.
 
@@ -67,23 +72,24 @@ class HostGroup:
         self.members, self.ranks = members, len(members)
         self.index = members.index(dist.get_rank())
         self.is_alone = self.ranks == 1 or peers_are_absent()
+        lane: Lane = "script" if training is None else "save"
         if watchdog is None:
             recorder = open_recorder(members, purpose)
             weakref.finalize(self, recorder.close)
             arrival_s = _ARRIVAL_S if use_default else 0.0
             watchdog = Watchdog(recorder, True, launch().stall_timeout_s, arrival_s, training)
             with self._blocking(watchdog, purpose):
-                self.group = self._find_group(use_default)
+                self._tree = self._find_tree(use_default, lane)
         else:
-            self.group = self._find_group(use_default)
+            self._tree = self._find_tree(use_default, lane)
         self.watchdog, self.recorder = watchdog, watchdog.recorder
 
-    def _find_group(self, use_default: bool) -> Any:
-        if self.ranks == 1:
-            return None
+    def _find_tree(self, use_default: bool, lane: Lane) -> Tree:
+        if self.is_alone:
+            return Tree([])
         if use_default and _default_group_serves(self.members):
-            return dist.group.WORLD
-        return new_group(self.members, backend="gloo")
+            return Tree([Level(dist.group.WORLD, self.members, self.index, is_top=True)])
+        return _shared_tree(self.members, lane)
 
     @contextmanager
     def _blocking(self, watchdog: Watchdog, phase: str) -> Iterator[None]:
@@ -99,45 +105,77 @@ class HostGroup:
         return self._blocking(self.watchdog, phase)
 
     def all_gather_object(self, value: Any, tag: OpTag) -> list[Any]:
-        """Every rank's plain value, by rank, on every rank."""
+        """Every rank's plain value, by rank, on every rank. Ranks with the same value share one object."""
         if self.is_alone:
             return [value] * self.ranks
-        mine = messages.encode(value)
-        sizes = self._sizes(len(mine), tag)
-        longest = max(sizes)
-        rows = torch.empty(self.ranks, longest, dtype=torch.uint8)
-        padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-        self._run(lambda: self.group._allgather_base(rows.view(-1), padded), tag)
-        received = [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
-        return [messages.decode(row, rank) for row, rank in zip(received, self.members, strict=True)]
+        return self._decoded(self._exchange(tree.run_of(messages.encode(value)), tree.join_runs, True, tag))
+
+    def gather_object(self, value: Any, tag: OpTag) -> list[Any] | None:
+        """Every rank's plain value, by rank, on the first rank only, which alone waits for them."""
+        if self.is_alone:
+            return [value] * self.ranks if self.index == 0 else None
+        data = self._exchange(tree.run_of(messages.encode(value)), tree.join_runs, False, tag)
+        return self._decoded(data) if self.index == 0 else None
 
     def broadcast_object(self, value: Any, tag: OpTag) -> Any:
         """The first rank's plain value on every rank."""
         if self.is_alone:
             return value
         mine = messages.encode(value) if self.index == 0 else b""
-        data = torch.zeros(self._sizes(len(mine), tag)[0], dtype=torch.uint8)
-        if self.index == 0:
-            data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self.broadcast(data, tag)
-        return messages.decode(data.numpy().tobytes(), self.members[0])
+        return messages.decode(self._exchange(mine, lambda parts: parts[0], True, tag), self.members[0])
+
+    def all_gather_ints(self, values: torch.Tensor, tag: OpTag) -> torch.Tensor:
+        """Every rank's numbers, one row per rank."""
+        if self.is_alone:
+            return values.expand(self.ranks, -1)
+        data = self._exchange(tree.run_of(values.numpy().tobytes()), tree.join_runs, True, tag)
+        runs = tree.runs_in(data)
+        rows = np.frombuffer(b"".join(row for _, row in runs), dtype=np.int64).reshape(len(runs), len(values))
+        return torch.from_numpy(rows.repeat([count for count, _ in runs], axis=0))
 
     def broadcast(self, values: torch.Tensor, tag: OpTag) -> None:
         """The first rank's bytes, in place, on every rank."""
         if not self.is_alone:
-            self._run(lambda: self.group.broadcast(values, 0), tag)
+            self._run(lambda _: self._tree.broadcast(values), tag)
 
-    def _run(self, issue: Callable[[], Any], tag: OpTag) -> None:
-        # The group's own methods: a background save continues when the script ends its process groups.
+    def _exchange(
+        self, content: bytes, merge: Callable[[list[bytes]], bytes], everywhere: bool, tag: OpTag
+    ) -> bytes:
+        def steps(number: int) -> Generator[Any, None, Any]:
+            text = f"{tag.unit} ({tag.phase}, operation {number} of {self.recorder.folder.name[-8:]})"
+            return self._tree.exchange(tree.label_of(text), content, merge, everywhere)
+
+        message = self._run(steps, tag)
+        if message is not None and message.failed:
+            tree.raise_failure(message)
+        return b"" if message is None else bytes(message.content)
+
+    def _decoded(self, data: bytes) -> list[Any]:
+        values: list[Any] = []
+        for count, message in tree.runs_in(data):
+            values += [messages.decode(message, self.members[len(values)])] * count
+        return values
+
+    def _run(self, steps: Callable[[int], Generator[Any, None, Any]], tag: OpTag) -> Any:
+        # The groups' own methods: a background save continues when the script ends its process groups.
         self.recorder.thread = threading.get_ident()
         number = self.watchdog.begin(_CHANNEL, tag)
-        self.watchdog.wait_for(issue(), _CHANNEL, number)
+        chain = Chain(steps(number))
+        self.watchdog.wait_for(chain, _CHANNEL, number)
+        return chain.result
 
-    def _sizes(self, mine: int, tag: OpTag) -> list[int]:
-        sizes = torch.empty(self.ranks, dtype=torch.int64)
-        self._run(lambda: self.group._allgather_base(sizes, torch.tensor([mine])), tag)
-        messages.check_sizes(sizes.tolist(), self.members)
-        return [int(size) for size in sizes]
+
+_trees: dict[tuple[Lane, tuple[int, ...]], tuple[Any, Tree]] = {}  # with the world that they belong to
+
+
+def _shared_tree(members: list[int], lane: Lane) -> Tree:
+    """One per process, for all models of these ranks. All of them must make the first call together."""
+    world, key = dist.group.WORLD, (lane, tuple(members))
+    known = _trees.get(key)
+    if known is None or known[0] is not world:
+        levels = tree.levels(members, dist.get_rank(), lambda ranks: new_group(ranks, backend="gloo"))
+        _trees[key] = known = world, Tree(levels)
+    return known[1]
 
 
 def _default_group_serves(members: list[int]) -> bool:
@@ -192,3 +230,4 @@ def first_group(members: list[int]) -> HostGroup:
 def forget_first_groups() -> None:
     """The process groups end."""
     _first_groups.clear()
+    _trees.clear()

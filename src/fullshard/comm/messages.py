@@ -62,16 +62,6 @@ def decode(message: bytes, sender: int) -> Any:
         ) from None
 
 
-def check_sizes(sizes: list[int], members: list[int]) -> None:
-    """Every rank sees the same sizes, and so raises the same error."""
-    for rank, size in zip(members, sizes, strict=True):
-        if not 0 <= size <= MAX_BYTES:
-            raise NotSupported(
-                f"rank {rank} sends a message of {size} bytes; the limit is {MAX_BYTES}",
-                "Keep large values out of what ranks agree on; save them with fs.save.",
-            )
-
-
 class _Unsendable(Exception):
     pass
 
