@@ -190,7 +190,7 @@ def _buffer_kept(folder: str) -> Any:
     places = []
     for number in range(2):
         fs.save(f"{folder}-{number}", model, background=True).wait()
-        places.append(control_group(model._fullshard.comm).host_copy._buffer.data_ptr())
+        places.append(control_group(model._fullshard.comm).beside_training().host_copy._buffer.data_ptr())
     return places
 
 

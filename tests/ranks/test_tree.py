@@ -84,8 +84,8 @@ def test_every_exchange_gives_every_rank_what_one_large_group_would() -> None:
         assert not sent["values"].any()
         # One rank was in another operation: an error on all, which names it; the next agreement works again.
         [error] = sent["errors"]
-        assert "rank 3 in agreement (save" in error
-        assert "rank 2 is in agreement (between steps" in error
+        assert "rank 3: in agreement (save" in error
+        assert "rank 2: in agreement (between steps" in error
 
 
 def _same(values: list[Any], expected: list[Any]) -> bool:

@@ -183,7 +183,7 @@ def _problem(frames: list[Frame], members: list[int]) -> Message | None:
             return Message(frame.start, failed=True)
         if frame.label != frames[0].label:
             first, other = _text(frames[0].label), _text(frame.label)
-            return _failure(RankMismatch, f"rank {members[0]} is in {first}, rank {rank} in {other}")
+            return _failure(RankMismatch, f"rank {members[0]}: in {first}; rank {rank}: in {other}")
         if not 0 <= frame.size <= messages.MAX_BYTES * frame.ranks:
             return _failure(NotSupported, f"rank {rank} sends a message of {frame.size} bytes")
     return None
