@@ -3,6 +3,7 @@
     python bench/plan_check.py                    # a world of one
     python bench/plan_check.py --transformers     # transformers' own models of the same dimensions
     python bench/plan_check.py --ranks 8          # one rank of a simulated cluster
+    python bench/plan_check.py --offload host     # values at rest in host memory
     python bench/plan_check.py --device cpu --sizes smollm2-135m --sequence 128   # does it run at all
 
 The measured model is the planner's own decoder with values, or with --transformers the real one; then there
@@ -27,6 +28,7 @@ import fullshard as fs
 from fullshard.tools.planning.answers import Question, answer
 from fullshard.tools.planning.decoder import Decoder
 from fullshard.tools.planning.needs import Need
+from fullshard.tools.planning.offloading import Request
 from fullshard.tools.planning.sizes import SIZES, Shape
 from fullshard.tools.planning.subjects import Batch, Subject, decoder, hugging_face
 
@@ -77,7 +79,13 @@ def measured(shape: Shape, strategy: str, recompute: bool, said: argparse.Namesp
         torch.manual_seed(0)
         table = replace(shape, context=said.sequence)
         model = transformers_model(shape).train() if said.transformers else Decoder(table)
-        fs.shard(model, strategy=strategy, precision="bf16", checkpoint_activations=recompute)
+        fs.shard(
+            model,
+            strategy=strategy,
+            precision="bf16",
+            checkpoint_activations=recompute,
+            offload=said.offload,
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         tokens = torch.randint(0, shape.vocabulary, (said.batch, said.sequence + (not said.transformers)))
         out: Any = None
@@ -107,6 +115,7 @@ def predicted(subject: Subject, said: argparse.Namespace) -> list[Need]:
             strategies=tuple(strategy for strategy, recompute in CASES if recompute == again),
             recompute=again,
             on_gpu=said.device != "cpu",
+            offload=None if said.offload is None else Request(said.offload),
         )
         found |= {(need.strategy, again): need for need in answer(subject, question).needs}
     return [found[case] for case in CASES]
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--offload", choices=["host", "optimizer"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transformers", action="store_true", help="Llama-like sizes only")
     said = parser.parse_args()
