@@ -133,6 +133,9 @@ class CudaWire:
     def __init__(self, device: torch.device, multiprocessors: int = 0) -> None:
         self.traffic = Traffic()
         self._device = device.index if device.index is not None else torch.cuda.current_device()
+        # First: it makes the context of the device, which the driver's own calls below need.
+        self._state = torch.zeros(3, dtype=torch.int64, device=device)
+        self._ends = torch.zeros(_GROUPS, dtype=torch.int64, device=device)
         self._groups: dict[str, tuple[Any, int]] = {}  # stream, and where its message's end is written
         self._driver = driver = _Driver()
         # An event may be used again once nothing can wait for it any more: a cycle of thousands is enough.
@@ -145,8 +148,6 @@ class CudaWire:
         block_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
         self._hold = _Kernel(driver, "hold", (pointer,), block_bytes if multiprocessors else 0)
         self._read_clock = _Kernel(driver, "read_clock", (pointer,))
-        self._state = torch.zeros(3, dtype=torch.int64, device=device)
-        self._ends = torch.zeros(_GROUPS, dtype=torch.int64, device=device)
         self._times: torch.Tensor | None = None
 
     def carry(self, message: Message, target: torch.Tensor, source: torch.Tensor, own: int | None) -> Any:
