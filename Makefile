@@ -18,11 +18,11 @@ CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link \
+.PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
 	bench-checkpoint bench-offload bench-plan clean
 
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Two stamps: the demo needs a few small packages only, the tests need the model libraries as well.
 # Each is remade when the project or its pins change.
@@ -79,8 +79,11 @@ bench-cpu: env ## A step on CPU ranks, fullshard beside DDP, FSDP1, FSDP2 and De
 bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 and the limit
 	$(BIN)/python bench/gpu.py
 
-bench-link: env ## A step over a slow link between two network namespaces; needs root and iproute2
+bench-link: env ## A step over a slow link between two nodes of two ranks in network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py
+
+bench-simulator: env ## What the simulator predicts beside steps over a real, shaped link; needs root and iproute2
+	$(BIN)/python bench/simulator_check.py
 
 bench-offload: env ## Values in host memory: fullshard beside FSDP2's CPUOffloadPolicy; needs a GPU and 128 GiB of host memory
 	$(BIN)/python bench/offload.py

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import report
 import wire
 from fullshard.training.gpt import GPT, Block, GPTConfig
 
@@ -75,6 +76,7 @@ class Contender:
     setting: str
     make: Callable[[GPT], Trainer]
     precision: str = "fp32"
+    nodes: bool = False  # it makes sense on several nodes of several ranks only
 
     @property
     def name(self) -> str:
@@ -110,11 +112,17 @@ def fsdp1(model: GPT, strategy: str) -> Trainer:
     )
 
 
-def fsdp2(model: GPT, reshard: bool, **dtypes: torch.dtype) -> Trainer:
+def fsdp2(model: GPT, reshard: bool, hybrid: bool = False, **dtypes: torch.dtype) -> Trainer:
+    """hybrid: sharded inside a node and replicated across, as a launcher's variables have the nodes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    if hybrid:
+        inner = int(os.environ["LOCAL_WORLD_SIZE"])
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=names)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
@@ -163,15 +171,29 @@ ALL = (
     Contender("FSDP1", "SHARD_GRAD_OP", partial(fsdp1, strategy="SHARD_GRAD_OP")),
     Contender("FSDP2", "reshard", partial(fsdp2, reshard=True)),
     Contender("FSDP2", "keep", partial(fsdp2, reshard=False)),
+    Contender("HSDP", "reshard", partial(fsdp2, reshard=True, hybrid=True), nodes=True),
+    Contender("HSDP", "keep", partial(fsdp2, reshard=False, hybrid=True), nodes=True),
     *(Contender("DeepSpeed", f"ZeRO-{stage}", partial(deepspeed, stage=stage)) for stage in (1, 2, 3)),
     Contender("fullshard", "zero3", partial(fullshard, strategy="zero3")),
     Contender("fullshard", "zero2", partial(fullshard, strategy="zero2")),
+    Contender("fullshard", "hybrid", partial(fullshard, strategy="hybrid"), nodes=True),
     Contender("fullshard", "replicate", partial(fullshard, strategy="replicate")),
     Contender("DDP", "", partial(ddp, bf16_gradients=True), "bf16 gradients"),
     Contender("FSDP2", "reshard", partial(fsdp2, reshard=True, reduce_dtype=BF16), "bf16 gradients"),
     Contender("FSDP2", "keep", partial(fsdp2, reshard=False, reduce_dtype=BF16), "bf16 gradients"),
+    Contender(
+        "HSDP", "reshard",
+        partial(fsdp2, reshard=True, hybrid=True, reduce_dtype=BF16), "bf16 gradients", nodes=True,
+    ),
+    Contender(
+        "HSDP", "keep",
+        partial(fsdp2, reshard=False, hybrid=True, reduce_dtype=BF16), "bf16 gradients", nodes=True,
+    ),
     Contender("fullshard", "zero3", partial(fullshard, strategy="zero3", wire=BF16), "bf16 gradients"),
     Contender("fullshard", "zero2", partial(fullshard, strategy="zero2", wire=BF16), "bf16 gradients"),
+    Contender(
+        "fullshard", "hybrid", partial(fullshard, strategy="hybrid", wire=BF16), "bf16 gradients", nodes=True
+    ),
     Contender(
         "FSDP2", "keep, fp32 sums",
         partial(fsdp2, reshard=False, param_dtype=BF16, reduce_dtype=torch.float32), "bf16",
@@ -185,10 +207,11 @@ ALL = (
 )  # fmt: skip
 
 
-def chosen(engines: Sequence[str], precisions: Sequence[str]) -> list[Contender]:
+def chosen(engines: Sequence[str], precisions: Sequence[str], nodes: bool = False) -> list[Contender]:
     """The contenders of these engines and precisions, less those that are not installed."""
     missing = set() if importlib.util.find_spec("deepspeed") else {"DeepSpeed"}
-    return [c for c in ALL if c.engine in engines and c.precision in precisions and c.engine not in missing]
+    found = [c for c in ALL if c.engine in engines and c.precision in precisions and c.engine not in missing]
+    return [c for c in found if nodes or not c.nodes]
 
 
 # --- the race -----------------------------------------------------------------------------------------
@@ -203,13 +226,14 @@ class Result:
     step_s: float
     cpu_s: float
     sent_bytes: float
+    across_bytes: float  # of those, to other hosts
     loss: float
 
 
-def join(rank: int, ranks: int, init_method: str, *, local_rank: int, threads: int) -> None:
-    """Make this process a rank."""
+def join(init_method: str | None, *, rank: int = -1, ranks: int = -1, threads: int) -> None:
+    """Make this process a rank; without a method, as its launcher's variables have it."""
     torch.set_num_threads(threads)
-    os.environ["LOCAL_RANK"] = str(local_rank)  # DeepSpeed looks there
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed looks there
     # The rivals warn about views, about themselves and about CPUs: not what is measured.
     warnings.simplefilter("ignore")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -220,10 +244,9 @@ def join(rank: int, ranks: int, init_method: str, *, local_rank: int, threads: i
 def race(contenders: Sequence[Contender], config: GPTConfig, steps: int, warmup: int) -> list[Result]:
     """Every rank calls this, and gets the same results. Raises where the contenders' losses differ."""
     trainers = [_trainer(contender, config) for contender in contenders]
-    batches = _batches(steps + warmup, config)
     measured: list[list[list[float]]] = [[] for _ in trainers]
     losses = [torch.zeros(()) for _ in trainers]
-    for round_number, batch in enumerate(batches):
+    for round_number, batch in enumerate(batches(steps + warmup, config)):
         for turn in range(len(trainers)):
             # Another one begins each round: what comes first after the big one finds other caches.
             index = (turn + round_number) % len(trainers)
@@ -247,7 +270,7 @@ def _trainer(contender: Contender, config: GPTConfig) -> Trainer:
     return contender.make(GPT(config))
 
 
-def _batches(count: int, config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int, config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
     """Random pieces of the standard library's source, and the same pieces one byte later."""
     source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     text = torch.frombuffer(bytearray(source[: 1 << 18]), dtype=torch.uint8)
@@ -261,11 +284,13 @@ def _batches(count: int, config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
 
 
 def _timed(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[list[float], Tensor]:
-    sent = wire.sent_bytes()
+    sent, across = wire.sent_bytes()
     dist.barrier()
     start, cpu = perf_counter(), process_time()
     loss = trainer.step(*batch)
-    return [perf_counter() - start, process_time() - cpu, wire.sent_bytes() - sent], loss
+    seconds, cpu_s = perf_counter() - start, process_time() - cpu
+    all_sent, all_across = wire.sent_bytes()
+    return [seconds, cpu_s, all_sent - sent, all_across - across], loss
 
 
 def _check_losses(results: Sequence[Result]) -> None:
@@ -278,18 +303,21 @@ def _check_losses(results: Sequence[Result]) -> None:
 
 # --- the table ----------------------------------------------------------------------------------------
 
-HEADERS = ("engine", "precision", "ms/step", "to DDP", "to FSDP2", "CPU ms", "MB sent")
+RIVALS = ("DDP", "FSDP2")
 
 
-def rows(results: Sequence[Result]) -> list[list[str | float | None]]:
-    """A row a contender; ratios are to the same precision's DDP, and to its faster FSDP2."""
-    table: list[list[str | float | None]] = []
+def table(results: Sequence[Result], rivals: Sequence[str] = RIVALS) -> str:
+    """A row a contender; ratios are to the fastest of a rival in the same precision."""
+    across = any(result.across_bytes for result in results)
+    headers = ["engine", "precision", "ms/step", *(f"to {rival}" for rival in rivals), "CPU ms", "MB sent"]
+    rows = []
     for result in results:
         name = f"{result.contender.engine} {result.contender.setting}".strip()
-        ratios = [_ratio(result, results, engine) for engine in ("DDP", "FSDP2")]
+        ratios = [_ratio(result, results, engine) for engine in rivals]
         times = f"{result.step_s * 1e3:.1f}", *ratios, f"{result.cpu_s * 1e3:.1f}"
-        table.append([name, result.contender.precision, *times, f"{result.sent_bytes / 1e6:.2f}"])
-    return table
+        sent = [f"{count / 1e6:.2f}" for count in (result.sent_bytes, result.across_bytes)]
+        rows.append([name, result.contender.precision, *times, *sent[: 1 + across]])
+    return report.markdown([*headers, "MB across"][: len(rows[0])], rows)
 
 
 def _ratio(result: Result, results: Sequence[Result], engine: str) -> str | None:

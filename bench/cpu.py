@@ -33,7 +33,7 @@ WARMUP = 2
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    contenders.join(rank, args.ranks, f"file://{store}", local_rank=rank, threads=threads)
+    contenders.join(f"file://{store}", rank=rank, ranks=args.ranks, threads=threads)
     chosen = contenders.chosen(args.engines, args.precisions)
     for name in args.models:
         results = contenders.race(chosen, MODELS[name], args.steps or STEPS[name], WARMUP)
@@ -65,7 +65,7 @@ def main() -> None:
     groups = {}
     for name, results in measure(args).items():
         print(f"{name}: {contenders.describe(name)}\n")
-        print(report.markdown(contenders.HEADERS, contenders.rows(results)), end="\n\n")
+        print(contenders.table(results), end="\n\n")
         groups[name] = {r.contender.name: r.step_s * 1e3 for r in results}
     plot = report.bar_plot(
         report.OUTPUT / "cpu.png", groups,

@@ -88,7 +88,7 @@ def _measured(groups: list[list[int]], device: torch.device, enough_s: float) ->
     size, bandwidth = _FIRST_BYTES, 0.0
     while True:
         _gather_s(group, len(members), size, device)  # connections and buffers grow
-        took_s = min(_gather_s(group, len(members), size, device) for _ in range(2))
+        took_s = min(_gather_s(group, len(members), size, device) for _ in range(3))
         slowest_s = _over_ranks(took_s, dist.ReduceOp.MAX, device)
         sent = size * (len(members) - 1) / len(members)
         own = sent / max(took_s - small_s, took_s / 2, 1e-9) if group is not None else float("inf")
