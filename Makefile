@@ -19,7 +19,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
-	bench-checkpoint bench-offload bench-plan clean
+	bench-checkpoint bench-eight-bit bench-offload bench-plan clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ bench-link: env ## A step over a slow link between two nodes of two ranks in net
 
 bench-simulator: env ## What the simulator predicts beside steps over a real, shaped link; needs root and iproute2
 	$(BIN)/python bench/simulator_check.py
+
+bench-eight-bit: env ## What gradients in 8-bit blocks between nodes cost in training; a GPU helps
+	$(BIN)/python bench/eight_bit.py
 
 bench-offload: env ## Values in host memory: fullshard beside FSDP2's CPUOffloadPolicy; needs a GPU and 128 GiB of host memory
 	$(BIN)/python bench/offload.py

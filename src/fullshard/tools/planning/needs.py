@@ -173,7 +173,6 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[N
     lanes = [lane for unit in plan.units for lane in unit.lanes]
     own = _full_bytes(plan, options.replicated)
     full = [sum(own[unit] for unit in units) for units in plan.schedule.full_at(step.calls)]
-    staged = _staged_bytes(plan)
     accumulation = 0
     if step.accumulates_locally and options.accumulates_locally:
         accumulation = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes if lane.trainable)
@@ -183,7 +182,7 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[N
         phase, unit, _ = moment.call
         label = f"{phase} of {'the loss' if position == turn else step.units[unit].name or 'the root'}"
         for sent, live in zip(sending[position], (moment.peak_bytes, moment.end_bytes), strict=True):
-            here = replace(rest, full=full[position], sending=sent + accumulation + staged, moment=label)
+            here = replace(rest, full=full[position], sending=sent + accumulation, moment=label)
             yield replace(here, activations=live + step.workspace_bytes)
 
 
@@ -200,14 +199,6 @@ def _full_bytes(plan: Plan, replicated: bool) -> list[int]:
         )
         for unit in plan.units
     ]
-
-
-def _staged_bytes(plan: Plan) -> int:
-    """A copy on the device of a compute shard on its way up."""
-    if plan.resting is None:
-        return 0
-    lanes = zip(plan.resting.lanes, plan.resting.homes, strict=True)
-    return max((lane.compute for lane, homes in lanes if homes.compute != "device"), default=0)
 
 
 def _landing_bytes(plan: Plan) -> list[list[int]]:
