@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import warm  # noqa: E402 (found by the paths above)
 
+gc.disable()  # until the tests are collected: imports leave little garbage
+gc.set_threshold(10_000)
 warm.session()  # before pytest-xdist starts its workers, which share this one's servers
 
 # Nothing depends on the speed of the machine.
@@ -57,6 +60,11 @@ LONGEST_FIRST = (
     "test_tensor_parallel",
     "test_checkpoint_failures",
 )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of modules and tests, which a collection need not walk every time
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -374,6 +374,7 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
     _connect_when_rank_0_listens()
     environment = dict(os.environ)
     gc.freeze()  # what the server has imported: 300,000 objects, which a collection need not walk every time
+    gc.set_threshold(10_000)  # a twelfth of the time went into looking for garbage
     while True:
         try:
             task: _Task = pickle.loads(pipe.recv_bytes())

@@ -333,9 +333,11 @@ def main(folder: str, library: str) -> None:
 
 
 def _serve(folder: str, library: str) -> Request | None:
+    gc.disable()  # imports leave little garbage, and each of them would be searched for it
     for module in LIBRARIES[library]:
         importlib.import_module(module)
     gc.freeze()
+    gc.enable()
     server = Server(f"{folder}/socket")
     os.write(1, b"ready\n")
     request = server.serve()
