@@ -5,7 +5,7 @@ VENV ?= .venv
 RANKS ?=
 PYTEST_ARGS ?=
 # Three files at a time on two cores: tests of several ranks wait a part of their time. A file shares what it has
-# computed. Every further worker costs ten seconds of a core to collect the tests.
+# computed. Every further worker costs five seconds of a core to collect the tests.
 WORKERS ?= 3
 
 # Hundreds of processes import the package in a test run: without its byte code each would compile it again.

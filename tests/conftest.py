@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import posix
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,18 @@ import warm  # noqa: E402 (found by the paths above)
 gc.disable()  # until the tests are collected: imports leave little garbage
 gc.set_threshold(10_000)
 warm.session()  # before pytest-xdist starts its workers, which share this one's servers
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # forked, see below: its own processes are to be real ones
+    sys.executable = sys.orig_argv[0]
+    os.getppid = posix.getppid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forked from a process that has imported what tests import, ten seconds of it."""
+    for spec in specs:
+        spec.python = f"{warm.commands('lightning')}/python"
+
 
 # Nothing depends on the speed of the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

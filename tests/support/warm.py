@@ -79,7 +79,11 @@ COMMANDS: dict[str, str] = {
 }
 CLIENT = Path(__file__).with_name("warm_client.py")
 SESSION = "FULLSHARD_TEST_SESSION"  # the environment variable with the folder of its servers
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # of servers: none of what a test sets
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+ENVIRONMENT = os.environ | {  # of servers: none of what a test sets
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")])),
+}
 PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 COMMANDS_SERVER, RANKS_SERVER = "--commands-server", "--ranks-server"  # instead of a program: serve
 _kept: list[Any] = []  # as long as this process lives
