@@ -331,7 +331,9 @@ def _try_all(folder: Path) -> None:
 
 
 def test_files_that_describe_gigabytes_are_refused_in_little_memory(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
+    import warm  # not in the process that it starts
+
+    command = [f"{warm.commands()}/python", __file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -29,6 +29,7 @@ from torch import nn
 import engines
 import fullshard as fs
 import ranks
+import warm
 from engines import my_rank
 from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.errors import OffloadError
@@ -228,7 +229,7 @@ def _killed(folder: str) -> None:
     model, optimizer = _new(Path(folder), "fp32")
     engines.loss_of(model, engines.batch(0, 0)).backward()
     optimizer.step()
-    print("ready", flush=True)
+    print(os.getpid(), flush=True)
     time.sleep(1000)
 
 
@@ -245,15 +246,15 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one_and_a_living_
     code = "import test_offload_disk as t, sys; t._killed(sys.argv[1])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
-        subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, env=environment)
+        subprocess.Popen(
+            [f"{warm.commands()}/python", "-c", code, tmp_path], stdout=subprocess.PIPE, env=environment
+        )
         for _ in range(2)
     ]
     try:
-        for process in started:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+        pids = [int(process.stdout.readline()) for process in started if process.stdout]
         assert len(list(tmp_path.iterdir())) == 2
-        started[0].kill()
+        os.kill(pids[0], signal.SIGKILL)
         started[0].wait()
         assert ranks.run(_count, 1, tmp_path) == [2]  # the living one's and its own
     finally:

@@ -727,7 +727,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, command: str) 
     _large(tmp_path / "large", size)
     more = () if command == "verify" else ("--to", str(tmp_path / "out"), "--dtype", "bf16")
     found = subprocess.run(
-        [sys.executable, "-c", PEAK, command, str(tmp_path / "large"), *more],
+        [f"{warm.commands()}/python", "-c", PEAK, command, str(tmp_path / "large"), *more],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

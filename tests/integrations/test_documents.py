@@ -92,8 +92,7 @@ def _checked_otherwise(command: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_code_blocks_of_a_page_run(page: Page, tmp_path: Path) -> None:
     library = documents.library_of(page)
-    commands = warm.commands("transformers" if library == "onnx" else library)
-    arguments = page, str(tmp_path), commands
+    arguments = page, str(tmp_path), warm.commands(library)
     ranks.run(_run_page, page.ranks, *arguments, library=library, timeout_s=SHELL_TIMEOUT_S)
 
 

@@ -227,15 +227,15 @@ OPTIONS = ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate
 
 
 def _use(num_ranks: int, every_pair: bool, folder: Path) -> None:
-    """Each use under every offload; unless `every_pair`, under all options only with one of them in turn."""
+    """Each use under every offload and every option; unless `every_pair`, under one of the two at a time."""
     for turn, (name, run) in enumerate(USES.items()):
         for number, options in enumerate(OPTIONS):
             expected = run(dict(options), folder)
             copies = num_ranks if options.get("strategy") == "replicate" else 1
             offloads = (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder))
-            if number != turn % len(OPTIONS) and not every_pair:
-                offloads = offloads[(turn + number) % len(offloads) :][:1]
-            for offload in offloads:
+            for index, offload in enumerate(offloads):
+                if (turn + index) % len(OPTIONS) != number and not every_pair:
+                    continue
                 try:
                     found = run({**options, "offload": offload}, folder)
                     assert found.keys() == expected.keys()

@@ -46,6 +46,7 @@ from warm_client import NUMBER, PASSED_ON, send
 PRELOADED = (
     "torch",
     "torch._dynamo",
+    "torch._functorch.aot_autograd",  # a second, for optimizers and operators of one's own
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
