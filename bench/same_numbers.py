@@ -429,7 +429,7 @@ class Row:
         return hashlib.sha256(self.name.encode()).hexdigest()[:16]
 
 
-# Each line: model, strategy, precision, ranks, extras. "hybrid" replicates across, "hybrid-shard" shards.
+# Each line: model, strategy, precision, ranks, extras. "zero3-nodes" is on two nodes, or those of the mesh.
 _TABLE = """
 gpt replicate fp32 1 2 4
 gpt zero1 fp32 1 2 3
@@ -437,8 +437,8 @@ gpt zero2 fp32 2 4
 gpt zero3 fp32 1 2 3 4
 gpt zero3 fp32 3 keep-none
 gpt hybrid fp32 4
-gpt hybrid-shard fp32 4
-gpt hybrid-shard fp32 4 keep-none
+gpt zero3-nodes fp32 4
+gpt zero3-nodes fp32 4 keep-none
 gpt replicate bf16 2
 gpt zero1 bf16 3
 gpt zero3 bf16 3 keep-none
@@ -449,11 +449,11 @@ gpt replicate fp16 1 overflow
 gpt replicate wire8 3
 gpt zero2 wire8 4
 gpt zero3 wire8 2 keep-none
-gpt hybrid-shard wire8 4 keep-none
+gpt zero3-nodes wire8 4 keep-none
 gpt zero1 gather8 4
 gpt zero2 gather8 3
 gpt zero3 gather8 2 keep-none
-gpt hybrid-shard gather8 4 keep-none
+gpt zero3-nodes gather8 4 keep-none
 gpt zero3 both8 3 accumulate
 gpt zero3 forgetful8 2
 gpt zero2 bf16-reduce 2
@@ -463,10 +463,10 @@ gpt zero1 fp32 2 scatter
 gpt zero2 bf16 3 scatter
 gpt zero3 fp32 4 scatter keep-none
 gpt zero3 bf16 2 scatter
-gpt hybrid-shard bf16 4 scatter
+gpt zero3-nodes bf16 4 scatter
 found zero3 fp32 3
 found zero2 bf16 4
-found hybrid-shard wire8 4
+found zero3-nodes wire8 4
 wide zero3 fp32 2
 wide zero3 bf16 2 keep-none
 wide zero2 fp32 3
@@ -476,13 +476,13 @@ tied hybrid fp32 4
 large-tied zero3 fp32 2
 large-tied zero3 bf16 3 keep-none
 dropout zero3 fp32 2 recompute
-dropout hybrid-shard fp32 4 recompute
+dropout zero3-nodes fp32 4 recompute
 halves zero1 bf16 2
 nested zero3 fp32 2 keep-none
 nested zero2 bf16 3 recompute
 nested-wide zero3 fp32 2
 twice zero3 fp32 3 keep-none
-twice hybrid-shard bf16 4 recompute
+twice zero3-nodes bf16 4 recompute
 mixture zero3 fp32 2 keep-none
 mixture zero3 bf16 3
 mixture zero1 fp32 3 accumulate
@@ -490,7 +490,7 @@ mixture hybrid wire8 4
 mixture-found zero2 fp32 2
 adapted zero3 fp32 2 keep-none
 adapted zero2 bf16 3
-adapted hybrid-shard gather8 4
+adapted zero3-nodes gather8 4
 convolutions zero3 fp32 2
 convolutions zero1 bf16 3
 odd zero3 fp32 4
@@ -502,11 +502,11 @@ llama-meta zero2 bf16 2
 gpt2 zero3 fp32 3 recompute
 t5 zero3 fp32 2 keep-none
 t5 zero2 bf16 3
-wide-meta hybrid-shard fp32 4
+wide-meta zero3-nodes fp32 4
 gpt zero3 fp32 2 accumulate
 gpt zero1 fp32 4 accumulate
 gpt replicate wire8 2 accumulate
-gpt hybrid-shard fp32 4 accumulate
+gpt zero3-nodes fp32 4 accumulate
 gpt zero3 bf16 3 micro
 gpt zero3 bf16 2 keep-all
 gpt zero3 fp32 3 keep-some
@@ -519,7 +519,7 @@ gpt zero3 fp32 2 even
 gpt zero2 bf16 3 even
 gpt hybrid fp32 4 even
 gpt zero3 fp32 2 copy
-tied hybrid-shard fp32 4 copy
+tied zero3-nodes fp32 4 copy
 gpt zero3 wire8 2 copy
 gpt zero3 bf16 2 inference
 gpt zero3 fp32 3 inference-none keep-none
@@ -542,7 +542,7 @@ gpt zero2 bf16 2 fsdp1
 """
 _MESHES = (
     Row("gpt", "hybrid", "fp32", 2, (), (2, 1)),
-    Row("gpt", "hybrid-shard", "both8", 3, ("keep-none",), (1, 3)),
+    Row("gpt", "zero3-nodes", "both8", 3, ("keep-none",), (1, 3)),
 )
 _LOADS = (  # a row with fresh values that goes on from another's checkpoint
     ("gpt zero3 fp32 x2", Row("gpt", "zero3", "fp32", 2)),
@@ -550,9 +550,9 @@ _LOADS = (  # a row with fresh values that goes on from another's checkpoint
     ("gpt zero3 fp32 x2", Row("gpt", "zero3", "bf16", 3, ("keep-none",))),
     ("gpt zero3 fp32 x2", Row("gpt", "replicate", "fp32", 1)),
     ("gpt zero3 wire8 x2 keep-none", Row("gpt", "zero3", "wire8", 2, ("keep-none",))),
-    ("gpt zero3 fp32 x2 sgd", Row("found", "hybrid-shard", "fp32", 4, ("sgd",))),
-    ("gpt hybrid-shard fp32 x4", Row("gpt", "zero1", "fp32", 3)),
-    ("gpt hybrid fp32 x4", Row("gpt", "hybrid-shard", "bf16", 4)),
+    ("gpt zero3 fp32 x2 sgd", Row("found", "zero3-nodes", "fp32", 4, ("sgd",))),
+    ("gpt zero3-nodes fp32 x4", Row("gpt", "zero1", "fp32", 3)),
+    ("gpt hybrid fp32 x4", Row("gpt", "zero3-nodes", "bf16", 4)),
     ("gpt zero2 bf16 x3 parts", Row("found", "zero3", "bf16", 1)),
     ("tied hybrid fp32 x4", Row("tied", "zero3", "fp32", 3)),
     ("dropout zero3 fp32 x2 recompute", Row("dropout", "zero3", "fp32", 2)),
@@ -765,7 +765,9 @@ def _options(row: Row) -> dict[str, Any]:
     if options["strategy"] == "hybrid":
         shape = row.mesh or (2, row.ranks // 2)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        options["across"] = "shard" if row.strategy == "hybrid-shard" else "replicate"
+    if row.strategy == "zero3-nodes":
+        shape = row.mesh or (2, row.ranks // 2)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("node", "shard"))
     return options
 
 

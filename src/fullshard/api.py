@@ -54,9 +54,9 @@ def shard(
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
+    keep_node: int | str | None = None,
     merge_units: int | None = None,
     reduce: str = "auto",
-    across: str = "replicate",
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -79,12 +79,13 @@ def shard(
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
         kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.
+    keep_node: bytes of its node's share of values that a rank may keep from forward to backward, where ranks
+        are on several nodes: backward then gathers inside the node only; 'all', or 0 for none. None keeps up
+        to half of what the rank holds anyway.
     merge_units: bytes up to which neighbouring small blocks share a unit, and below which a small model is
         one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
         summed on the way by the backend; 'auto' takes the one that sends less between nodes.
-    across: for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so that
-        masters and optimizer state are spread over all ranks, and each step gathers them between nodes once.
     """
     given = {name: value for name, value in locals().items() if name != "model"}
     return shard_with(NO_INTEGRATION, model, **given)
@@ -180,8 +181,7 @@ def _arranged(grid: torch.Tensor, options: Options) -> topology.Arrangement:
         here = topology.own_place()
         sent = control.all_gather_object_first((here.local_rank, here.local_ranks), grid)
         places = [topology.Place(*theirs) for theirs in sent]
-    arrangement = topology.arrange(grid, options.strategy == "hybrid", places)
-    return replace(arrangement, two_level=True) if options.across == "shard" else arrangement
+    return topology.arrange(grid, options.strategy == "hybrid", places)
 
 
 def _with_levels(options: Options, arrangement: topology.Arrangement, device: torch.device) -> Options:
@@ -216,6 +216,7 @@ def plan(
     units: Any = None,
     ignore: Any = (),
     keep_full: int | str | None = None,
+    keep_node: int | str | None = None,
     merge_units: int | None = None,
     offload: str | Offload | None = None,
     node_ranks: int | None = None,
@@ -240,6 +241,7 @@ def plan(
         units=units,
         ignore=ignore,
         keep_full=keep_full,
+        keep_node=keep_node,
         merge_units=merge_units,
         offload=offload,
         on_gpu=device.type == "cuda",

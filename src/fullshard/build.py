@@ -200,10 +200,7 @@ def _lane(
     lane, problem = None, None
     try:
         where = choice.next()
-        keeps_share = options.across == "shard"
-        lane = Lane(
-            unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated, where, keeps_share
-        )
+        lane = Lane(unit.name, plan.layout, plan.dtypes, parameters, comm, options.replicated, where)
     except OffloadError as error:
         problem = error
     if choice.has_disk:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fullshard.errors import OptionError
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from fullshard.precision import Precision
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid"]
-Across = Literal["replicate", "shard"]
 CheckpointActivations = bool | Literal["offload"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-ACROSS: tuple[str, ...] = get_args(Across)
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
 
@@ -80,13 +79,13 @@ def _materialize(value: Any) -> Callable[[nn.Module], Any] | None:
     return value  # type: ignore[no-any-return]
 
 
-def _keep_full(value: Any) -> int | None:
+def _budget(name: str, value: Any) -> int | None:
     if value == "all":
         return sys.maxsize
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise OptionError(
-        f"keep_full is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
+        f"{name} is {value!r}", "Give a number of bytes, 'all', 0 for none, or None for the default."
     )
 
 
@@ -195,7 +194,7 @@ TABLE: dict[str, Option] = {
             )
             | _all(
                 "Write strategy='hybrid': shards stay inside a node.",
-                *("hybrid_shard", "zero_hpz_partition_size", "hsdp", "mics_shard_size"),
+                *("hybrid_shard", "hsdp", "mics_shard_size"),
             ),
             other_values={
                 **{str(n): f"zero{n}" for n in (1, 2, 3)},
@@ -361,9 +360,21 @@ TABLE: dict[str, Option] = {
             None,
             "bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each "
             "kept unit its second gather; 'all', or 0 for none. None keeps what backward needs first.",
-            _keep_full,
+            partial(_budget, "keep_full"),
             other_names=_all(
                 "Write keep_full=BYTES or 'all'.", "stage3_max_live_parameters", "max_live_parameters"
+            ),
+        ),
+        Option(
+            "keep_node",
+            None,
+            "bytes of its node's share of values that a rank may keep from forward to backward, where ranks "
+            "are on several nodes: backward then gathers inside the node only; 'all', or 0 for none. None "
+            "keeps up to half of what the rank holds anyway.",
+            partial(_budget, "keep_node"),
+            other_names=_all(
+                "Write keep_node=BYTES or 'all': it is the default where it costs little.",
+                *("zero_hpz_partition_size", "across", "secondary_partition", "hpz", "hierarchical"),
             ),
         ),
         Option(
@@ -394,14 +405,6 @@ TABLE: dict[str, Option] = {
                 "reduce='scatter' is a reduce-scatter by the backend; 'exchange' sums in fp32.",
                 *("reduce_scatter", "use_multi_rank_bucket_allreduce"),
             ),
-        ),
-        Option(
-            "across",
-            "replicate",
-            "for hybrid: 'replicate' keeps the same shards on every node; 'shard' cuts them once more, so "
-            "that masters and optimizer state are spread over all ranks, and each step gathers them between "
-            "nodes once.",
-            choices=ACROSS,
         ),
     )
 }

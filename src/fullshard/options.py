@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import OptionError
 from fullshard.keywords import unknown
 from fullshard.offload import Offload
 from fullshard.option_table import OTHER_NAMES, TABLE, CheckpointActivations
@@ -46,9 +45,9 @@ class Options:
     check_gradients: bool
     prefetch: bool
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
+    keep_node: int | None  # None: within half of what a rank holds anyway, see plan/schedule.py
     merge_units: int | None  # None: by device, see plan/units.py
     reduce: str  # 'auto' until the ranks are known
-    across: str  # hybrid: shards are the same on every node, or are cut once more
     on_gpu: bool  # the shards will be on a GPU: small means something else there
     nodes: int = 1  # groups of ranks whose sums of gradients are added up once more; 1 until ranks are known
     why_flat: str = ""  # ranks are on several nodes, but messages are those of one level
@@ -58,6 +57,11 @@ class Options:
     def replicated(self) -> bool:
         """Every rank keeps every element, of parameters, gradients and optimizer state."""
         return self.strategy == "replicate"
+
+    @property
+    def two_level(self) -> bool:
+        """Ranks of several nodes all hold different shards: messages go between nodes and inside each."""
+        return self.nodes > 1 and self.strategy != "hybrid"
 
     @property
     def releases_after_forward(self) -> bool:
@@ -97,9 +101,9 @@ class ShardOptions(TypedDict, total=False):
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None
+    keep_node: int | str | None
     merge_units: int | None
     reduce: str
-    across: str
 
 
 def parse(*, on_gpu: bool = False, integration: Integration | None = None, **given: Any) -> Options:
@@ -108,9 +112,4 @@ def parse(*, on_gpu: bool = False, integration: Integration | None = None, **giv
         if name not in TABLE:
             raise unknown("fs.shard", name, TABLE, OTHER_NAMES)
     values = {name: option.parsed(given.get(name, option.default)) for name, option in TABLE.items()}
-    if values["across"] == "shard" and values["strategy"] != "hybrid":
-        raise OptionError(
-            f"across='shard' with strategy {values['strategy']!r}",
-            "It applies between the nodes of strategy='hybrid'.",
-        )
     return Options(**values, on_gpu=on_gpu, integration=integration or NO_INTEGRATION)

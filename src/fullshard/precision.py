@@ -2,7 +2,8 @@
 
 A lane has five dtypes: `rest` (the shard, what the optimizer sees), `compute` (the full value),
 `gather` (parameters between ranks), `wire` (gradients between ranks) and `sum` (what gradients are added
-up in). int8 on the wire means blocks of 256 values with one scale each (see `quantise`).
+up in). On several nodes there are two more: `gather_across` and `across`, of parameters and of sums of
+gradients between nodes. int8 on the wire means blocks of 256 values with one scale each (see `quantise`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _OTHER_NAMES = {
         ("communication_data_type", "grad_comm_dtype", "send"),
         "Write wire=..., the dtype of gradients on the wire.",
     ),
+    **dict.fromkeys(("inter_node", "across_nodes", "between_nodes", "internode"), "Write across=torch.int8."),
     **dict.fromkeys(
         ("buffer_dtype", "buffers", "keep_low_precision_grads", "cast_root_forward_inputs"),
         "Leave it out: buffers keep their dtype, and inputs are cast to compute.",
@@ -52,6 +54,8 @@ class Precision:
     compute: dtype of the full value, and of floating point inputs of units.
     gather:  dtype of parameters between ranks: None as computed, torch.int8 in 8-bit blocks.
     wire:    dtype of gradients between ranks; None sends them as computed, torch.int8 in 8-bit blocks.
+    across:  dtype between nodes; None is as inside. torch.int8 sends parameters and sums of gradients there
+        in 8-bit blocks, whatever is sent inside a node; a floating point dtype concerns gradients alone.
     error_feedback: what 8-bit gradients leave out is added to the next ones; costs 2 bytes a parameter.
     reduce:  dtype in which gradients are summed; never narrower than fp32 unless given here.
     outputs: dtype of the model's floating point outputs; None leaves them.
@@ -63,6 +67,7 @@ class Precision:
     outputs: torch.dtype | None = None
     gather: torch.dtype | None = None
     error_feedback: bool = True
+    across: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in (None, torch.int8):
@@ -72,9 +77,10 @@ class Precision:
             )
         if not isinstance(self.error_feedback, bool):
             raise OptionError(f"Precision.error_feedback is {self.error_feedback!r}", "Give True or False.")
-        for field in ("compute", "wire", "reduce", "outputs"):
+        for field in ("compute", "wire", "reduce", "outputs", "across"):
             value = getattr(self, field)
-            if (value is None and field != "reduce") or (field == "wire" and value == torch.int8):
+            in_blocks = field in ("wire", "across") and value == torch.int8
+            if (value is None and field != "reduce") or in_blocks:
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise OptionError(
@@ -85,13 +91,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class LaneDtypes:
-    """The five dtypes of one lane."""
+    """The dtypes of one lane."""
 
     rest: torch.dtype
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
     gather: torch.dtype
+    across: torch.dtype | None = None  # None: as inside a node, or there are no nodes
+    gather_across: torch.dtype | None = None
 
     @property
     def narrowest_bytes(self) -> int:
@@ -100,7 +108,26 @@ class LaneDtypes:
     @property
     def in_blocks(self) -> bool:
         """Some of it is sent in 8-bit blocks, so intervals are multiples of a block."""
-        return self.eight_bit_gather or self.eight_bit_wire
+        return self.eight_bit_gather or self.eight_bit_wire or self.eight_bit_gather_across
+
+    @property
+    def exact_gather(self) -> bool:
+        """Values that were gathered are those that were sent."""
+        return not (self.eight_bit_gather or self.eight_bit_gather_across)
+
+    @property
+    def eight_bit_gather_across(self) -> bool:
+        """Between nodes only: inside them, values are sent as they are computed with."""
+        return self.gather_across == torch.int8 and not self.eight_bit_gather
+
+    @property
+    def eight_bit_across(self) -> bool:
+        return self.eight_bit_wire if self.across is None else self.across == torch.int8
+
+    @property
+    def packed_across(self) -> torch.dtype:
+        """Of a node's sums of gradients, where they are not sent in blocks."""
+        return self.packed if self.across is None or self.eight_bit_across else self.across
 
     @property
     def eight_bit_gather(self) -> bool:
@@ -145,14 +172,20 @@ def parse(precision: str | Precision) -> Precision:
 
 
 def lane_dtypes(
-    dtype: torch.dtype, trainable: bool, precision: Precision, scattered: bool = False
+    dtype: torch.dtype,
+    trainable: bool,
+    precision: Precision,
+    scattered: bool = False,
+    crosses: bool = False,
+    gathers_across: bool = False,
 ) -> LaneDtypes:
     """Resolve one lane. Only real floating point values are ever cast.
 
     Trainable low-precision parameters get fp32 masters under mixed precision: an update smaller
     than half a bf16 step would be lost every time. Frozen ones stay as they are: nothing updates
     them, and an fp32 copy of a frozen base would double its memory. Gradients that are `scattered` are
-    summed by the backend, so they are sent in the dtype of the sum.
+    summed by the backend, so they are sent in the dtype of the sum. `crosses`: sums of gradients go between
+    nodes; `gathers_across`: parameters do, too.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return LaneDtypes(dtype, dtype, dtype, dtype, dtype)
@@ -165,7 +198,10 @@ def lane_dtypes(
         wire, gather = (compute if dtype == torch.int8 else dtype for dtype in (wire, gather))
     if scattered and wire != torch.int8:
         wire = total
-    return LaneDtypes(rest, compute, wire, torch.float32 if wire == torch.int8 else total, gather)
+    across = precision.across if crosses and torch.float64 not in (rest, compute) else None
+    gather_across = across if gathers_across and across == torch.int8 else None
+    total = torch.float32 if torch.int8 in (wire, across) else total
+    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across)
 
 
 def packed_bytes(num_elements: int) -> int:

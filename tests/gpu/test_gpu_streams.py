@@ -83,12 +83,16 @@ def _watched(said: dict[str, Any], waits: bool, nodes: int) -> str:
     cluster.wire = WatchedWire(waits)
     try:
         with joined(cluster):
-            if nodes > 1:
+            if said.get("strategy") == "hybrid":
                 from torch.distributed.device_mesh import init_device_mesh
 
                 said["mesh"] = init_device_mesh(
                     "cuda", (nodes, 4 // nodes), mesh_dim_names=("replicate", "shard")
                 )
+            blocks: dict[str, Any] = {"int8 across": {"across": torch.int8}}
+            blocks["int8"] = {"gather": torch.int8, "wire": torch.int8}
+            if said.get("precision") in blocks:
+                said["precision"] = fs.Precision(compute=torch.bfloat16, **blocks[said["precision"]])
             model = fs.shard(_net(), **(BLOCKS | said))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             for _ in range(3):
@@ -110,7 +114,12 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"precision": "bf16", "keep_full": 0}, 1),
     ({"precision": "bf16", "reduce": "scatter"}, 1),
     ({"precision": "bf16", "strategy": "hybrid"}, 2),
-    ({"precision": "bf16", "strategy": "hybrid", "across": "shard"}, 2),
+    ({"precision": "bf16", "keep_full": 0}, 2),
+    ({"precision": "bf16", "keep_full": 0, "keep_node": 0}, 2),
+    ({"precision": "bf16", "strategy": "zero2"}, 2),
+    ({"precision": "int8", "keep_full": 0}, 2),
+    ({"precision": "int8 across", "keep_full": 0, "keep_node": 0}, 2),
+    ({"precision": "int8 across", "strategy": "hybrid"}, 2),
 ]
 
 

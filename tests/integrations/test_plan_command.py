@@ -592,7 +592,6 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("gpt2", "--strategy", "zero4"), "zero3"),
         (("gpt2", "--strategy", "hybrid"), "--node-ranks"),
         (("gpt2", "--node-ranks", "3"), "nodes divide"),
-        (("gpt2", "--node-ranks", "2", "--strategy", "zero3"), "matter only to hybrid"),
         (("gpt2", "--precision", "int4"), "bf16"),
         (("gpt2", "--optimizer", "muon"), "adamw"),
         (("gpt2", "--sequence", "2048"), "positions for 1024"),

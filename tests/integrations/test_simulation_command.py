@@ -245,7 +245,7 @@ def test_what_fsdp2_has_not_is_refused(said: tuple[str, ...]) -> None:
 
 def _traced(engine: str, said: dict[str, Any], path: str) -> dict[str, Any]:
     what = decoder("tiny", gpt(3, 32, 2, 64, context=16), 16)
-    network = Network(8, Link(2e7, 20e-6), *((4, Link(1e9)) if said.get("strategy") == "hybrid" else ()))
+    network = Network(8, Link(2e7, 20e-6), *((4, Link(1e9)) if "strategy" in said else ()))
     scenario = Scenario(what, network, CPU, precision="fp32", merge_units=0, **said)
     with joined(Cluster(network, CPU)) as cluster:
         training = build(scenario, engine)
@@ -294,7 +294,8 @@ def _rows(path: Path) -> dict[str, list[dict[str, Any]]]:
         {"keep_full": 0},
         {"keep_full": 0, "checkpoint_activations": True},
         {"keep_full": 0, "strategy": "hybrid"},
-        {"keep_full": 0, "strategy": "hybrid", "across": "shard"},
+        {"keep_full": 0, "strategy": "zero3"},
+        {"keep_full": 0, "strategy": "zero3", "keep_node": 0},
     ],
 )
 def test_timeline_shows_every_units_gather_compute_release_and_reduce(
@@ -325,10 +326,10 @@ def test_timeline_shows_every_units_gather_compute_release_and_reduce(
         assert gathered["ts"] + gathered["dur"] <= computed["ts"] + 1e-3
         assert gathered["args"] == {"unit": unit, "sent_bytes": gathered["args"]["sent_bytes"]}
     assert names["compute"][-1] == "optimizer step"
-    assert ("all-reduce blocks.1 (backward)" in names["wire"]) == (
-        "strategy" in said and "across" not in said
-    )
-    assert ("gather across blocks.1 (forward)" in names["wire"]) == ("across" in said)
+    assert ("reduce across blocks.1 (backward)" in names["wire"]) == ("strategy" in said)
+    assert ("gather across blocks.1 (forward)" in names["wire"]) == (said.get("strategy") == "zero3")
+    again = said.get("strategy") == "hybrid" or "keep_node" in said  # hybrid: gradients, from their owners
+    assert ("gather across blocks.1 (backward)" in names["wire"]) == again
     if links == ["wire"]:
         assert len(wire) == found["messages"]
     for row in links:

@@ -235,7 +235,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1"},
     "replicate": {"strategy": "replicate"},
     "hybrid": {"strategy": "hybrid", "mesh": (2, 2)},
-    "hybrid, sharded across": {"strategy": "hybrid", "mesh": (2, 2), "across": "shard"},
+    "zero3 on nodes": {"strategy": "zero3", "mesh": (2, 2)},
+    "replicate on nodes": {"strategy": "replicate", "mesh": (2, 2)},
 }
 
 

@@ -106,20 +106,20 @@ def test_training_around_inference_is_bit_identical_and_outputs_are_those_of_one
                 torch.testing.assert_close(output.float(), want, rtol=0, atol=1e-6 if exact else 0.08)
 
 
-def _hybrid(across: str) -> tuple[list[float], dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
+def _on_nodes(strategy: str) -> tuple[list[float], dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    said = {"strategy": "hybrid", "mesh": mesh, "across": across}
+    names = ("replicate" if strategy == "hybrid" else "node", "shard")
+    said = {"strategy": strategy, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names)}
     expected = _train(said, None)
     losses, parameters, outputs = _train(said, 2400)
     assert losses == expected[0]
     return losses, parameters, outputs, expected[1]
 
 
-@pytest.mark.parametrize("across", ["replicate", "shard"])
-def test_inference_on_a_hybrid_mesh_leaves_training_as_it_was(across: str) -> None:
-    for _, parameters, outputs, expected in ranks.run(_hybrid, 4, across, init=True, timeout_s=120):
+@pytest.mark.parametrize("strategy", ["hybrid", "zero3"])
+def test_inference_on_nodes_leaves_training_as_it_was(strategy: str) -> None:
+    for _, parameters, outputs, expected in ranks.run(_on_nodes, 4, strategy, init=True, timeout_s=120):
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
         plain = build()
         plain.load_state_dict(expected)

@@ -416,32 +416,32 @@ def _hybrid() -> dict[str, list[tuple[float, float]]]:
     import fullshard as fs
 
     found = {}
-    mesh = models.new_mesh(2, 1, 2, names=("replicate", "shard", "tp"))
-    for across in ("replicate", "shard"):
+    for outer, strategy in (("replicate", "hybrid"), ("node", "zero3")):
+        mesh = models.new_mesh(2, 1, 2, names=(outer, "shard", "tp"))
         model = models.build(*SIZES)
         models.columns_and_rows(model, mesh["tp"])
-        fs.shard(model, mesh=mesh, strategy="hybrid", across=across)
+        fs.shard(model, mesh=mesh, strategy=strategy)
         optimizer, steps = adamw(model.parameters()), []
         for pieces in _batches(3):
-            loss = models.loss_of(model, pieces[mesh["replicate"].get_local_rank()])
+            loss = models.loss_of(model, pieces[mesh[outer].get_local_rank()])
             loss.backward()
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             optimizer.zero_grad()
             steps.append((loss.item(), norm))
-        found[across] = steps
+        found[strategy] = steps
     return found
 
 
-def test_hybrid_on_three_axes_trains_as_in_one_process() -> None:
+def test_three_axes_train_as_in_one_process() -> None:
     found = ranks.run(_hybrid, 4, init=True, timeout_s=120)
     expected = reference.train(models.build(*SIZES), _batches(3), models.loss_of, adamw, 3, clip=0.5)
-    for across in ("replicate", "shard"):
+    for strategy in ("hybrid", "zero3"):
         for step in range(3):
-            assert math.isclose(found[0][across][step][1], expected.grad_norms[step], rel_tol=2e-5)
-            mean = sum(f[across][step][0] for f in found) / 4
-            assert math.isclose(mean, expected.losses[step], rel_tol=2e-5), (across, step)
-            assert len({f[across][step][1] for f in found}) == 1
+            assert math.isclose(found[0][strategy][step][1], expected.grad_norms[step], rel_tol=2e-5)
+            mean = sum(f[strategy][step][0] for f in found) / 4
+            assert math.isclose(mean, expected.losses[step], rel_tol=2e-5), (strategy, step)
+            assert len({f[strategy][step][1] for f in found}) == 1
 
 
 # --- what is refused -----------------------------------------------------------------------------------

@@ -193,7 +193,8 @@ def shard(make: Callable[[], nn.Module] = Zoo, **options: Any) -> nn.Module:
 
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
-        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+        names = ("replicate" if options.get("strategy") == "hybrid" else "node", "shard")
+        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=names)
     return shard_blocks(build(make), **options)
 
 

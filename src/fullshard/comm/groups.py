@@ -11,7 +11,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,18 +83,25 @@ class ShardGroup:
 
 
 class CrossingGather:
-    """A gather over two levels: between nodes, then inside each.
+    """A gather over two levels: between nodes, then inside each, from `share` into `full`, both as bytes.
 
     Where the host waits for collectives, the second leg is issued when the first is over, or is waited for:
-    always in the order in which the gathers were issued, on every rank.
+    always in the order in which these gathers were made, on every rank.
     """
 
-    __slots__ = ("_comm", "_full", "_inside", "_share", "_tag", "across", "entered")
+    __slots__ = ("_between", "_comm", "_full", "_inside", "_share", "_tag", "across", "entered")
 
     def __init__(
-        self, comm: Comm, across: Operation | None, full: torch.Tensor, share: torch.Tensor, tag: OpTag
+        self,
+        comm: Comm,
+        across: Operation | None,
+        full: torch.Tensor,
+        share: torch.Tensor,
+        tag: OpTag,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self._comm, self.across, self._full, self._share, self._tag = comm, across, full, share, tag
+        self._between = between  # what is to be done with what came between nodes
         self._inside: Operation | None = None
         self.entered = False
 
@@ -102,6 +109,8 @@ class CrossingGather:
         """Issue the second leg: the current stream, or the host, waits for the first."""
         if self.across is not None:
             self.across.wait()
+        if self._between is not None:
+            self._between()
         self._inside = self._comm.shard_group.gather(self._full, self._share, self._tag)
         self.entered = True
 
@@ -195,7 +204,11 @@ class Comm:
             return self.shard_group.gather(full, own, tag)
         assert self.cross_node_group is not None
         share = full.view(self.shard_group.ranks, -1)[self.shard_group.rank]
-        gather = CrossingGather(self, self.cross_node_group.gather(share, own, tag), full, share, tag)
+        across = self.cross_node_group.gather(share, own, tag)
+        return self.enter(CrossingGather(self, across, full, share, tag))
+
+    def enter(self, gather: CrossingGather) -> CrossingGather:
+        """Let a gather whose first leg is in flight go on inside the node."""
         if self.watchdog.host_waits:
             self._crossing.append(gather)
             self.progress()

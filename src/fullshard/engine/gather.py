@@ -7,6 +7,12 @@ Two rules keep ranks on different paths from waiting for each other in a circle:
 unit's gather in backward, a rank has sent its gradients of every unit that comes earlier (zeros for
 those it skipped); and before it sends a unit's gradients, it has taken part in that unit's gather.
 
+On several nodes a gather has two legs, each in groups of its own: between nodes, then inside each. The first
+leg of a unit is issued when the walk comes within CROSS_AHEAD entries of it, so in the order of the walk, at
+the same place of it on every rank. The second one is issued in the order of the walk, too: on a GPU one entry
+ahead, behind a stream that waits for the first leg; on a CPU when that is over, or when the unit is needed.
+So the host waits for a first leg only where it would wait for the unit's gather, and both rules hold.
+
 A unit is released in `leave` (after its forward), in `end_pass` (what the walk still lists, and what is not
 kept for backward), in `Runtime._end_unit` (its gradients are complete) and in `end_backward` (everything).
 """
@@ -24,7 +30,7 @@ from fullshard.engine.inference import InferenceSession, Kept, chosen
 from fullshard.engine.unit import NO_TASK, LiveUnit, State
 from fullshard.errors import RankMismatch, Stalled, StateError
 from fullshard.options import Options
-from fullshard.plan.schedule import Schedule, ScheduledUnit, Walk, make_schedule
+from fullshard.plan.schedule import CROSS_AHEAD, Schedule, ScheduledUnit, Walk, make_schedule
 
 _DONE = -1
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -42,6 +48,7 @@ class Pass:
     grads: bool = True  # of a forward: a backward may follow
     releasing: bool = False  # units are released after their forward
     ahead: int | None = None  # the unit that was gathered ahead of its need
+    crossed: int = 0  # entries of the walk that were gathered between nodes, or will be with their unit
 
 
 class Gathering:
@@ -101,13 +108,34 @@ class Gathering:
         in_backward, running = self.backward is not None, self.forward
         releasing = not in_backward and running is not None and running.releasing
         stays = not releasing or (self.schedule is not None and unit.index in self.schedule.returning)
-        if repeated or (unit.index in self._fresh and stays):
+        if not repeated and not (unit.index in self._fresh and stays):
+            unit.issue(_phase(in_backward), again=in_backward, keep=self._copied(unit))
+            self._fresh.add(unit.index)
+        if self._comm.two_level and self.schedule is not None:
+            self._cross_ahead(self.backward or running)
+
+    def _cross_ahead(self, running: Pass | None) -> None:
+        """On several nodes: what is gathered next goes between them already."""
+        if running is None or self.schedule is None:
             return
-        unit.issue(_phase(in_backward), again=in_backward)
-        self._fresh.add(unit.index)
+        walk, in_backward = running.walk, running is self.backward
+        for at in range(max(running.crossed, walk.at), walk.at + CROSS_AHEAD):
+            index = walk.entry(at)
+            if index is None:
+                break
+            if index in self.schedule.crossed_ahead and index not in self._fresh:
+                self.units[index].cross_ahead(_phase(in_backward), again=in_backward)
+        running.crossed = walk.at + CROSS_AHEAD
+
+    def _copied(self, unit: LiveUnit) -> bool:
+        """Whether what comes from other nodes in this forward stays for its backward."""
+        running, schedule = self.forward, self.schedule
+        copied = schedule is not None and unit.index in schedule.node_copies
+        return copied and running is not None and running.grads
 
     def leave(self, unit: LiveUnit, hooked: bool) -> None:
         """A unit's forward is over: release it, unless backward or a later call needs it."""
+        self._comm.progress()
         now, running, schedule = unit.pass_state, self.forward, self.schedule
         if now.depth or now.claims or now.unhooked or (now.awaited and running is not None):
             return
@@ -185,6 +213,7 @@ class Gathering:
         for unit in self.units:
             unit.drop_pass()
             unit.release()
+            unit.forget_share()
 
     def forget_interrupted(self) -> None:
         """A forward that ended in KeyboardInterrupt seems to run still: torch calls no hooks after it."""
@@ -213,7 +242,14 @@ class Gathering:
 
     def _settle(self) -> Schedule:
         units = [
-            ScheduledUnit(unit.full_bytes, unit.inner_indices, unit.rereads, unit.policy.stays_full)
+            ScheduledUnit(
+                unit.full_bytes,
+                unit.inner_indices,
+                unit.rereads,
+                unit.policy.stays_full,
+                unit.share_bytes,
+                unit.training_bytes,
+            )
             for unit in self.units
         ]
         self.schedule = make_schedule(self._paths, units, self._options)
@@ -298,6 +334,7 @@ class Gathering:
             unit.end_backward()
             if not self.keeping:
                 unit.release()
+            unit.forget_share()
         self._settle_for_profiler()
         self.backward = None
         self._learn_backward()
@@ -321,6 +358,7 @@ class Gathering:
         for unit in self.units:
             unit.drop_pass()
             unit.release()
+            unit.forget_share()
         self._fresh.clear()
         self.backward = None  # the last: if something raises here, the next call begins again
 

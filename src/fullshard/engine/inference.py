@@ -191,7 +191,7 @@ class InferenceSession:
 
 def _is_current(lane: Lane) -> bool:
     """Whether the full value is what a gather would bring. What came in 8-bit blocks cannot be compared."""
-    if lane.permanent or (lane.dtypes.eight_bit_gather and lane.comm.ranks > 1 and not lane.replicated):
+    if lane.permanent or (not lane.dtypes.exact_gather and lane.comm.ranks > 1 and not lane.replicated):
         return True
     own = lane.full if lane.replicated else lane.own
     return torch.equal(as_bytes(own), as_bytes(lane.home.stage(lane.rest).to(own.dtype)))

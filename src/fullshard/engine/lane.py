@@ -15,8 +15,11 @@ Buffers, for R ranks, a layout of total = R * interval elements, and this rank r
                                             flight                      there are none: rows are full itself
       encoded            1 row     wire     from the first gather on    encode(rest) of this pass, so that
                                                                         backward sends the same bytes
-    NodeShare value      total /   compute  forward to backward         this rank's part of the values which
-                         node ranks                                     its node holds together
+    NodeShare values     total /   compute  a gather over two levels,   this rank's part of the values which
+                         node ranks         or from forward to          its node holds together: what comes
+                                            backward                    between nodes, and then goes inside
+      rows               1 row     wire     while it comes between      decode(rows) = values, if these are
+                         per node           nodes                       sent there in 8-bit blocks
     unsharded            total     rest     inside fs.full              every rank's rest, end to end
     gradients.flat       as rest   rest     from the first backward     mean over ranks of their gradients
     send_buffer          total     packed   pack to end of exchange     this rank's full gradients
@@ -45,7 +48,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm.groups import Comm, CrossingGather, as_bytes
+from fullshard.comm.groups import Comm, CrossingGather, ShardGroup, as_bytes
 from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
@@ -54,7 +57,7 @@ from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.home import Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
-from fullshard.engine.wire import Wire, parameter_wire
+from fullshard.engine.wire import PlainWire, Wire, parameter_wire, parameter_wire_across
 from fullshard.engine.writes import Writes, set_data
 from fullshard.errors import OffloadError, StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
@@ -76,7 +79,6 @@ class Lane:
         comm: Comm,
         replicated: bool,
         homes: Homes | None = None,
-        keeps_share: bool = False,
     ) -> None:
         self.unit, self.layout, self.dtypes, self.comm = unit, layout, dtypes, comm
         self.parameters = list(parameters)
@@ -103,8 +105,7 @@ class Lane:
         self.writes = Writes(self.compute_parameters)
         wire = parameter_wire(dtypes)
         self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
-        self.keeps_share = keeps_share and comm.two_level and self._receive is None
-        self._node_share = NodeShare(self) if self.keeps_share else None
+        self._node_share = NodeShare(self, self._receive) if comm.two_level and not replicated else None
         away = self.home.kind != "device"
         self._edits = Writes(self.parameters) if away else None  # by user code, of the sharded parameters
         beside = away and dtypes.rest != dtypes.compute and self._receive is None
@@ -167,43 +168,68 @@ class Lane:
 
     # ---- hot path
 
-    def gather(self, tag: OpTag, again: bool) -> None:
-        """Start filling `full`. `again`: in backward, with the values that this pass's forward gathered."""
+    def gather(self, tag: OpTag, again: bool, keep: bool = False) -> None:
+        """Start filling `full`. `again`: in backward, with the values that this pass's forward gathered.
+
+        `keep`: on several nodes, what came from the others stays until then.
+        """
+        self._take_changes()
+        if self.permanent:
+            return
+        self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
+        if self.unsharded is not None:
+            self._allocate()
+            self.full.copy_(self.unsharded)
+        elif self._node_share is not None:
+            self.operation = self._node_share.gather(tag, again, keep)
+        elif self._receive is not None and not self.replicated:
+            self.operation = self._receive.gather(tag, again)
+        else:
+            self._allocate()
+            place = self.full if self.replicated else self.own
+            self.operation = self.bring(place, partial(self._gather_own, tag))
+
+    def cross_ahead(self, tag: OpTag, again: bool) -> None:
+        """On several nodes: start the part of the next gather that goes between them."""
+        if self._node_share is not None and self.unsharded is None:
+            self._take_changes()
+            self._node_share.cross_ahead(tag, again)
+
+    @property
+    def share_bytes(self) -> int:
+        """Of this rank's part of what its node holds together; 0 where there is one level."""
+        return 0 if self._node_share is None else self._node_share.size_bytes
+
+    @property
+    def training_bytes(self) -> int:
+        """At rest, sharded, with gradients and Adam's state."""
+        return self.layout.interval * self.dtypes.rest.itemsize * (4 if any(self.trainable) else 1)
+
+    def forget_share(self) -> None:
+        """What came from other nodes is not needed any more."""
+        if self._node_share is not None:
+            self._node_share.forget()
+
+    def _take_changes(self) -> None:
+        """By an optimizer's step, and by user code."""
         if self.updated is not None:
             self.updated.wait()
             self.updated = None
         self.take_assigned()
         self.follow_edits()
-        if self.permanent:
-            return
-        self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
-        if self._receive is not None and not self.replicated and self.unsharded is None:
-            self.operation = self._receive.gather(tag, again)
-            return
-        self._allocate()
-        if self.unsharded is not None:
-            self.full.copy_(self.unsharded)
-            return
-        if self._node_share is not None and self._node_share.is_kept(again):
-            self.operation = self._node_share.gather(self._full_as_bytes, tag)
-            return
-        self._bring(self.full if self.replicated else self.own, tag)
-        if self._node_share is not None:
-            self._node_share.crossed(again)
 
-    def _bring(self, place: torch.Tensor, tag: OpTag) -> None:
+    def bring(self, place: torch.Tensor, send: Callable[[], Any]) -> Any:
         """What rests goes into `place`, and from there to the other ranks. From the host it comes beside
         computing, and the collective follows it on the same stream."""
         home, values = self._on_host()
         if values is None:
             place.copy_(self._sent())
-            self.operation = self._gather_own(tag)
-            return
+            return send()
         assert isinstance(home, HostHome)
         transfers = home.transfers
         with transfers.gathers(transfers.now()):
             place.copy_(values, non_blocking=True)
-            self.operation = self._gather_own(tag) or transfers.mark_gathers()
+            return send() or transfers.mark_gathers()
 
     def _gather_own(self, tag: OpTag) -> Operation | CrossingGather | None:
         if self.replicated:
@@ -266,6 +292,11 @@ class Lane:
         if not self._storage.nbytes():
             self._storage.resize_(self.full_bytes)
 
+    def allocated(self) -> torch.Tensor:
+        """The full buffer as bytes, with memory."""
+        self._allocate()
+        return self._full_as_bytes
+
     def wait(self) -> None:
         """The gather in flight, if there is one, is over when this returns (on a GPU: for the stream)."""
         if self.operation is None:
@@ -275,6 +306,7 @@ class Lane:
         if self._receive is not None and self._receive.in_flight:
             self._allocate()
             self._receive.decode(self.full)
+            self._receive.free()
         if self._node_share is not None:
             self._node_share.gathered()
 
@@ -319,7 +351,12 @@ class Lane:
     @property
     def is_exact(self) -> bool:
         """Whether the full value is the shards' own, neither cast nor sent in 8 bits."""
-        return self.dtypes.compute == self.dtypes.rest and (self._receive is None or self.replicated)
+        return self.dtypes.compute == self.dtypes.rest and not self._is_rounded
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether gathered values came in 8-bit blocks."""
+        return not (self.dtypes.exact_gather or self.replicated or self.comm.ranks == 1)
 
     def take_replaced_compute(self) -> None:
         """`p.data = value` on a compute parameter counts like a write in place; it views `full` again."""
@@ -344,7 +381,7 @@ class Lane:
 
         What came in 8-bit blocks cannot be compared, and counts as changed.
         """
-        if before is None and self._receive is not None and not self.replicated:
+        if before is None and self._is_rounded:
             return [True] * len(self.parameters)
         own = self.full if before is not None or self.replicated else self.own
         known = before if before is not None else self.home.stage(self.rest).to(own.dtype)
@@ -520,55 +557,98 @@ class ComputeShard:
 
 
 class NodeShare:
-    """This rank's part of the values that its node holds together (hybrid, sharded across nodes).
+    """This rank's part of the values that its node holds together: what a gather between nodes brings, and a
+    gather inside the node sends.
 
-    Kept in the compute dtype from forward to backward, so that each step gathers between nodes once.
+    It may come before the full buffer has memory, and may stay from forward to backward, which then gathers
+    inside the node only. Its memory is that of the full value divided by the ranks of a node.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._group = lane.comm.shard_group
-        self._share = lane.full.view(self._group.ranks, -1)[self._group.rank]
-        self._share_as_bytes = as_bytes(self._share)
-        self._value: torch.Tensor | None = None
-        self._fresh = False  # of the pass that backward belongs to
-        self._keep: bool | None = None  # what to do when the gather across nodes is over; None: nothing
+    def __init__(self, lane: Lane, receive: ReceiveBuffer | None) -> None:
+        self._lane, self._receive = lane, receive
+        group, device = lane.comm.cross_node_group, lane.home.compute_device
+        assert group is not None
+        self._group, interval = group, lane.layout.interval
+        wire = PlainWire(lane.dtypes.compute) if receive is None else receive.wire
+        self._values = wire.rows(group.ranks, interval, device)
+        self._own = self._values[group.rank]
+        self._as_bytes, self._own_as_bytes = as_bytes(self._values), as_bytes(self._own)
+        self._storage = self._values.untyped_storage()
+        self.size_bytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        across = parameter_wire_across(lane.dtypes)
+        self._rows = None if across is None else ReceiveBuffer(lane, across, group)
+        self._operation: Operation | None = None  # between nodes, not waited for
+        self._is_ahead = False  # it was issued for a gather that is to come
+        self._is_kept = False  # values of this pass's forward are here, for its backward
+        self._keep = False  # what to do when the gather in flight is over
 
-    def is_kept(self, again: bool) -> bool:
-        return self._fresh and again
+    def gather(self, tag: OpTag, again: bool, keep: bool) -> CrossingGather:
+        lane, between = self._lane, None
+        if not (self._is_ahead or (again and self._is_kept)):
+            self._cross(tag, again)
+        if self._rows is not None and self._rows.in_flight:
+            between = partial(self._rows.decode, self._values)
+        self._is_ahead, self._keep = False, keep and not again
+        full = lane.allocated() if self._receive is None else self._receive.allocated()
+        operation, self._operation = self._operation, None
+        return lane.comm.enter(CrossingGather(lane.comm, operation, full, self._as_bytes, tag, between))
 
-    def gather(self, full: torch.Tensor, tag: OpTag) -> Operation | None:
-        """Inside the node only."""
-        assert self._value is not None
-        self._share.copy_(self._value)
-        return self._group.gather(full, self._share_as_bytes, tag)
+    def cross_ahead(self, tag: OpTag, again: bool) -> None:
+        if not (self._is_ahead or (again and self._is_kept)):
+            self._lane.wait()  # an interrupted call may have left something in flight that reads this
+            self._cross(tag, again)
+            self._is_ahead = True
 
-    def crossed(self, again: bool) -> None:
-        """A gather across nodes was issued. A forward's result is kept where a backward may follow."""
-        self._keep = None if again else torch.is_grad_enabled()
+    def _cross(self, tag: OpTag, again: bool) -> None:
+        self._is_kept = False
+        if not self._storage.nbytes():
+            self._storage.resize_(self.size_bytes)
+        if self._rows is not None:
+            self._operation = self._rows.start(tag, again)
+        elif self._receive is not None:
+            self._own.copy_(self._receive.encoded(again))
+            self._operation = self._send(tag)
+        else:
+            self._operation = self._lane.bring(self._own, partial(self._send, tag))
 
-    def invalidate(self) -> None:
-        self._fresh = False
+    def _send(self, tag: OpTag) -> Operation | None:
+        return self._group.gather(self._as_bytes, self._own_as_bytes, tag)
 
     def gathered(self) -> None:
-        if self._keep is not None:
-            self._fresh, self._keep = self._keep, None
-            if self._fresh:
-                if self._value is None:
-                    self._value = torch.empty_like(self._share)
-                self._value.copy_(self._share)
+        """The full value is here."""
+        if self._rows is not None:
+            self._rows.free()
+        self._is_kept, self._keep = self._keep, False
+        if not self._is_kept:
+            self._storage.resize_(0)
+
+    def invalidate(self) -> None:
+        self._is_kept = False
+
+    def forget(self) -> None:
+        """A pass is over or was given up."""
+        if self._operation is not None:
+            self._operation.wait()
+            self._operation = None
+        if self._rows is not None:
+            self._rows.free()
+        self._is_ahead = self._is_kept = False
+        self._storage.resize_(0)
 
 
 class ReceiveBuffer:
-    """Rows in which encoded shards arrive, where they are not the full buffer itself.
+    """Rows in which encoded shards arrive, where they are not the buffer of values itself: one row of each
+    rank, or of one rank per node.
 
     This rank's row is encoded once per pass, and kept: backward sends the same bytes again.
     """
 
-    def __init__(self, lane: Lane, wire: Wire) -> None:
-        self._lane, self._wire = lane, wire
-        comm = lane.comm
-        self._rows = wire.rows(comm.ranks, lane.layout.interval, lane.home.compute_device)
-        self._flat, self._mine = self._rows.view(-1), self._rows[comm.rank]
+    def __init__(self, lane: Lane, wire: Wire, group: ShardGroup | None = None) -> None:
+        self._lane, self.wire, self._group = lane, wire, group
+        ranks, rank = (lane.comm.ranks, lane.comm.rank) if group is None else (group.ranks, group.rank)
+        self._rows = wire.rows(ranks, lane.layout.interval, lane.home.compute_device)
+        self._flat, self._mine = self._rows.view(-1), self._rows[rank]
         self._storage = self._rows.untyped_storage()
         self._size_bytes = self._storage.nbytes()
         self._encoded: torch.Tensor | None = None
@@ -579,16 +659,39 @@ class ReceiveBuffer:
         return self._storage.nbytes() > 0
 
     def gather(self, tag: OpTag, again: bool) -> Operation | CrossingGather | None:
+        """All ranks' rows."""
+        self._fill(again)
+        return self._lane.comm.gather(self._flat, self._mine, tag)
+
+    def start(self, tag: OpTag, again: bool) -> Operation | None:
+        """The rows of its group."""
+        assert self._group is not None
+        self._fill(again)
+        return self._group.gather(self._flat, self._mine, tag)
+
+    def _fill(self, again: bool) -> None:
+        encoded = self.encoded(again)
+        self.allocated()
+        self._mine.copy_(encoded)
+
+    def encoded(self, again: bool) -> torch.Tensor:
+        """This rank's row."""
         lane = self._lane
         if self._encoded is None or not again:
             if self._encoded is None:
                 self._encoded = self._mine.new_empty(self._mine.shape)
             rest = lane.read(lane.home, partial(lane.home.stage, lane.rest))
-            self._wire.encode(rest[None], self._encoded[None])
-        self._storage.resize_(self._size_bytes)
-        self._mine.copy_(self._encoded)
-        return lane.comm.gather(self._flat, self._mine, tag)
+            self.wire.encode(rest[None], self._encoded[None])
+        return self._encoded
 
-    def decode(self, full: torch.Tensor) -> None:
-        self._wire.decode(self._rows, full.view(len(self._rows), -1))
+    def allocated(self) -> torch.Tensor:
+        """The rows as bytes, with memory."""
+        if not self.in_flight:
+            self._storage.resize_(self._size_bytes)
+        return self._flat
+
+    def decode(self, values: torch.Tensor) -> None:
+        self.wire.decode(self._rows, values.view(len(self._rows), -1))
+
+    def free(self) -> None:
         self._storage.resize_(0)

@@ -41,7 +41,8 @@ class SendBuffer:
         self.views = [piece_view(self.flat.data, piece) for piece in lane.layout.pieces]
         self.as_bytes = as_bytes(self.flat)
         # Blocks of 8 bits share a scale: what lies between parameters must not be in it.
-        self._gaps = _gaps(self.flat, lane.layout.pieces) if lane.dtypes.eight_bit_wire else []
+        in_blocks = lane.dtypes.eight_bit_wire or lane.dtypes.eight_bit_across
+        self._gaps = _gaps(self.flat, lane.layout.pieces) if in_blocks else []
         self._storage = self.flat.untyped_storage()
         self.size_bytes = self._storage.nbytes()
         self._places = [(place, self.views[index]) for index, place in lane.places.items()]

@@ -114,6 +114,8 @@ class LiveUnit:
         self.storages = {lane.full.untyped_storage()._cdata for lane in lanes if not lane.permanent}
         self.releasable = bool(self.storages)
         self.full_bytes = sum(lane.full_bytes for lane in lanes)
+        self.share_bytes = sum(lane.share_bytes for lane in lanes)
+        self.training_bytes = sum(lane.training_bytes for lane in lanes)
         self.rereads = not looks_up_only(modules)  # backward needs its full value again
         self.cast = any(lane.dtypes.compute != lane.dtypes.rest for lane in lanes)
         self.results: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}  # attributes that hold results
@@ -141,8 +143,23 @@ class LiveUnit:
 
     # ---- buffers
 
-    def issue(self, phase: str, again: bool = False) -> None:
-        """Start the gather of every lane. `again`: in backward, with the values of this pass's forward."""
+    def cross_ahead(self, phase: str, again: bool) -> None:
+        """On several nodes: start the part of every lane's next gather that goes between them."""
+        tag = self._comm.tag(self.name, phase)
+        for lane in self.lanes:
+            lane.cross_ahead(tag, again)
+
+    def forget_share(self) -> None:
+        """What came from other nodes for gathers to come is not needed any more."""
+        if self.share_bytes:
+            for lane in self.lanes:
+                lane.forget_share()
+
+    def issue(self, phase: str, again: bool = False, keep: bool = False) -> None:
+        """Start the gather of every lane. `again`: in backward, with the values of this pass's forward.
+
+        `keep`: on several nodes, what came from the others stays until then.
+        """
         if self.state is State.GATHERING:
             self.ready(phase)
         observer = self.observer
@@ -150,7 +167,7 @@ class LiveUnit:
             observer.begin("gather", self.name)
         tag = self._comm.tag(self.name, phase)
         for lane in self.lanes:
-            lane.gather(tag, again)
+            lane.gather(tag, again, keep)
         self.state = State.GATHERING
         if observer is not None:
             observer.end("gather", self.name)

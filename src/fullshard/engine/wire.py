@@ -90,6 +90,11 @@ def gradient_wire(dtypes: LaneDtypes) -> Wire:
     return BlockWire() if dtypes.eight_bit_wire else PlainWire(dtypes.packed)
 
 
+def parameter_wire_across(dtypes: LaneDtypes) -> Wire | None:
+    """Between nodes, where it is another than inside them; what arrives is decoded before it goes on."""
+    return BlockWire() if dtypes.eight_bit_gather_across else None
+
+
 def gradient_wire_across(dtypes: LaneDtypes) -> Wire:
     """Between nodes, for the sums of each."""
-    return gradient_wire(dtypes)
+    return BlockWire() if dtypes.eight_bit_across else PlainWire(dtypes.packed_across)

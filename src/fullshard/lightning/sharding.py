@@ -163,10 +163,10 @@ def _refuse_other_options(module: nn.Module, made: Any, given: dict[str, Any], p
             f"{new[0]!r} was put into {type(module).__name__} after it had been sharded",
             "In configure_model, return early if the layers are there already.",
         )
-    requested = {name: TABLE[name].default for name in ("strategy", "across", "offload")}
+    requested = {name: TABLE[name].default for name in ("strategy", "offload")}
     requested |= given | {"precision": precision}
     requested["offload"] = TABLE["offload"].parsed(requested["offload"])
-    for name in ("strategy", "across", "precision", "offload", "checkpoint_activations", "check_gradients"):
+    for name in ("strategy", "precision", "offload", "checkpoint_activations", "check_gradients"):
         if name in requested and requested[name] != getattr(made, name):
             raise StateError(
                 f"{type(module).__name__} is sharded already with {name}={getattr(made, name)!r}, and this "

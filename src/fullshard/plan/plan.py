@@ -58,11 +58,31 @@ class LanePlan:
 
     @property
     def across_bytes(self) -> int:
-        """The same gradients as they are sent between nodes, before each has summed its own."""
-        return self.wire_bytes
+        """Gradients as they are sent between nodes: the sums of all ranks of a node together."""
+        if self.dtypes.eight_bit_across:
+            return packed_bytes(-(-self.layout.total // BLOCK) * BLOCK)
+        return self.layout.total * self.dtypes.packed_across.itemsize
+
+    @property
+    def gather_across_bytes(self) -> int:
+        """One gather as it is sent between nodes, by all ranks of a node together."""
+        if self.dtypes.eight_bit_gather_across:
+            return self.layout.ranks * packed_bytes(self.layout.interval)
+        return self.gather_bytes
 
     def rest_bytes(self, replicated: bool) -> int:
         return (self.layout.total if replicated else self.layout.interval) * self.dtypes.rest.itemsize
+
+    def share_bytes(self, nodes: int) -> int:
+        """What a gather between nodes brings to a rank: what its node holds together, cut by its ranks."""
+        if self.dtypes.eight_bit_gather:
+            return nodes * packed_bytes(self.layout.interval)
+        return nodes * self.layout.interval * self.dtypes.compute.itemsize
+
+    @property
+    def training_bytes(self) -> int:
+        """At rest, sharded, with gradients and Adam's state."""
+        return self.rest_bytes(replicated=False) * (4 if self.trainable else 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,17 @@ class UnitPlan:
     @property
     def num_elements(self) -> int:
         return sum(lane.layout.num_elements for lane in self.lanes)
+
+    def scheduled(self, unit: Unit, inside: frozenset[int], options: Options) -> ScheduledUnit:
+        """What the schedule depends on."""
+        return ScheduledUnit(
+            self.full_bytes,
+            inside,
+            not looks_up_only(unit.modules),
+            unit.policy.stays_full,
+            sum(lane.share_bytes(options.nodes) for lane in self.lanes) if options.two_level else 0,
+            sum(lane.training_bytes for lane in self.lanes),
+        )
 
 
 @dataclass(frozen=True)
@@ -138,8 +169,8 @@ class Plan:
             return round(sum(2 * lane.across_bytes for lane in lanes) * self._across_share)
         return round(
             sum(
-                gathers * lane.gather_bytes + self._reduced_bytes(lane, lane.across_bytes)
-                for unit, gathers in zip(self.units, self.schedule.gathers, strict=True)
+                crossings * lane.gather_across_bytes + self._reduced_bytes(lane, lane.across_bytes)
+                for unit, crossings in zip(self.units, self.schedule.crossings, strict=True)
                 for lane in unit.lanes
             )
             * self._across_share
@@ -186,6 +217,7 @@ class Plan:
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
                 f"sent per step: {size(self.wire_bytes_per_step)}{self._across()}",
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
+                *self._node_copies(),
             ]
         )
 
@@ -199,6 +231,12 @@ class Plan:
         if self.why_flat:
             return f"; nodes are not used as a level of their own: {self.why_flat}"
         return f", of it between nodes: {size(self.across_bytes_per_step)}" if self.nodes > 1 else ""
+
+    def _node_copies(self) -> list[str]:
+        if not self.schedule.node_copies:
+            return []
+        held = size(self.schedule.node_copy_bytes)
+        return [f"node copy: the node's share stays from forward to backward, {held} in all"]
 
     def _at_rest(self) -> list[str]:
         return [
@@ -228,9 +266,11 @@ class Plan:
     def _rows(self, index: int) -> list[_Row]:
         """One per lane; what concerns the unit is in the first."""
         unit, schedule = self.units[index], self.schedule
-        gathers = (
-            f"{schedule.gathers[index]}{', kept' if schedule.releases and index in schedule.kept else ''}"
-        )
+        gathers = f"{schedule.gathers[index]}"
+        if schedule.releases and index in schedule.kept:
+            gathers += ", kept"
+        if index in schedule.node_copies:
+            gathers += ", node copy"
         before = sum(len(earlier.lanes) for earlier in self.units[:index])
         rows: list[_Row] = []
         for number, lane in enumerate(unit.lanes, start=before):
@@ -267,7 +307,14 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
         fixed = own.compute is not None and member.keeps_dtype
         groups.setdefault((parameter.dtype, parameter.requires_grad, fixed), []).append(member)
     dtypes = [
-        lane_dtypes(dtype, trainable, PRESETS["fp32"] if fixed else own, options.reduce == "scatter")
+        lane_dtypes(
+            dtype,
+            trainable,
+            PRESETS["fp32"] if fixed else own,
+            scattered=options.reduce == "scatter",
+            crosses=options.nodes > 1,
+            gathers_across=options.two_level,
+        )
         for dtype, trainable, fixed in groups
     ]
     aligns = _aligns(list(zip(dtypes, groups.values(), strict=True)), ranks)
@@ -316,7 +363,7 @@ def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[
     lanes = [tuple(lane for lane, _ in lanes_of(unit, ranks, options)) for unit in units]
     plans = tuple(UnitPlan(unit.name, each) for unit, each in zip(units, lanes, strict=True))
     scheduled = [
-        ScheduledUnit(plan.full_bytes, inside, not looks_up_only(unit.modules), unit.policy.stays_full)
+        plan.scheduled(unit, inside, options)
         for plan, unit, inside in zip(plans, units, nesting(units), strict=True)
     ]
     path = _path_by_definition(units) if path is None else path

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,9 @@ RETURNING_BYTES = 128 * 2**20
 # Exchanges of gradients in flight at a time; one of more than LARGE_BYTES is issued when none is in flight.
 IN_FLIGHT = 4
 LARGE_BYTES = 128 * 2**20
+# Gathers between nodes that are issued beyond the unit that is gathered inside the node: two messages keep a
+# link busy, and their memory is that of a unit divided by the ranks of a node.
+CROSS_AHEAD = 2
 
 
 class Walk:
@@ -33,13 +36,21 @@ class Walk:
         self._order = order
         self._at = 0
 
-    def up_to(self, unit: int) -> list[tuple[int, bool]] | None:
-        """Pass the entries from here to the next one of `unit`; None, and none passed, if there is none."""
+    @property
+    def at(self) -> int:
+        """How many entries were passed."""
+        return self._at
+
+    def entry(self, at: int) -> int | None:
+        return self._order[at] if at < len(self._order) else None
+
+    def up_to(self, unit: int) -> Iterator[tuple[int, bool]] | None:
+        """Pass the entries from here to the next one of `unit`, each when taken; None if there is none."""
         try:
             stop = self._order.index(unit, self._at) + 1
         except ValueError:
             return None
-        return [self.take() for _ in range(stop - self._at)]
+        return (self.take() for _ in range(stop - self._at))
 
     def holds(self, unit: int) -> bool:
         """Whether `unit` is still to come."""
@@ -53,8 +64,8 @@ class Walk:
         at, self._at = self._at, self._at + 1
         return self._order[at], at > 0 and self._order[at - 1] == self._order[at]
 
-    def remaining(self) -> list[tuple[int, bool]]:
-        return [self.take() for _ in range(len(self._order) - self._at)]
+    def remaining(self) -> Iterator[tuple[int, bool]]:
+        return (self.take() for _ in range(len(self._order) - self._at))
 
 
 class ScheduledUnit(NamedTuple):
@@ -64,6 +75,8 @@ class ScheduledUnit(NamedTuple):
     inside: frozenset[int] = frozenset()  # units within its modules; none for the root
     rereads: bool = True  # backward reads its full value
     stays_full: bool | None = None  # from forward to backward; None: as the release rule has it
+    share_bytes: int = 0  # what a gather between nodes brings to a rank; 0 where there is one level
+    training_bytes: int = 0  # at rest on a rank, with gradients and Adam's state
 
 
 Phase = Literal["forward", "backward"]
@@ -95,6 +108,23 @@ class Schedule:
     prefetch: bool  # the next entry of a walk is gathered while a unit computes
     diverges: bool  # ranks take different paths
     units: tuple[ScheduledUnit, ...]
+    node_copies: frozenset[int] = frozenset()  # whose node's share stays from forward to backward
+
+    @property
+    def crossings(self) -> tuple[int, ...]:
+        """By unit, gathers between nodes per step, where there are nodes."""
+        return tuple(n - (unit in self.node_copies) for unit, n in enumerate(self.gathers))
+
+    @property
+    def node_copy_bytes(self) -> int:
+        return sum(self.units[unit].share_bytes for unit in self.node_copies)
+
+    @cached_property
+    def crossed_ahead(self) -> frozenset[int]:
+        """Units whose gather between nodes may be issued ahead: those that a pass gathers once."""
+        if not self.prefetch:
+            return frozenset()
+        return frozenset(unit for unit, calls in Counter(self.forward).items() if calls == 1)
 
     def backward_walk(self, full: Iterable[int], unused: Set[int] = frozenset()) -> tuple[int, ...]:
         """The entries of one backward: `full` when it begins, `unused` in the backward of every rank.
@@ -142,6 +172,37 @@ class Schedule:
         """For each call of one step, the bytes of these units' full values."""
         return [sum(self.units[unit].full_bytes for unit in full) for full in self.full_at(calls)]
 
+    def share_bytes_at(self, calls: Sequence[Call]) -> list[int]:
+        """For each call of one step, the bytes of shares that came between nodes: kept or on their way."""
+        if not any(unit.share_bytes for unit in self.units):
+            return [0] * len(calls)
+        depth = 1 + CROSS_AHEAD if self.prefetch else 0
+        held, copies = [], 0
+        following = self._following(calls, depth)
+        called: set[int] = set()
+        for (phase, unit, _), coming in zip(calls, following, strict=True):
+            if phase == "forward" and unit in self.node_copies and unit not in called:
+                copies += self.units[unit].share_bytes
+                called.add(unit)
+            elif phase == "backward" and unit in called:
+                copies -= self.units[unit].share_bytes
+                called.discard(unit)
+            crossing = coming - called if phase == "backward" else coming
+            held.append(copies + sum(self.units[u].share_bytes for u in crossing))
+        return held
+
+    def _following(self, calls: Sequence[Call], depth: int) -> list[set[int]]:
+        """By call, the units that its walk gathers next, up to `depth` of them."""
+        gathered = {"forward": set(self.forward), "backward": set(self.backward) - self.kept}
+        found: list[set[int]] = [set()] * len(calls)
+        following: dict[str, list[int]] = {"forward": [], "backward": []}
+        for at in range(len(calls) - 1, -1, -1):
+            call, coming = calls[at], following[calls[at].phase]
+            found[at] = set(coming[:depth])
+            if call.unit and call.unit in gathered[call.phase] and call.unit not in coming[:1]:
+                following[call.phase] = [call.unit, *coming[:depth]]
+        return found
+
     @cached_property
     def _full_in_backward(self) -> frozenset[int]:
         return self.kept.union(self.backward, (0,))
@@ -177,7 +238,7 @@ def make_schedule(
     if releases:
         for unit in (*(unit for unit in again if unit not in returning), *set(backward)):
             gathers[unit] += 1
-    return Schedule(
+    schedule = Schedule(
         forward=order,
         backward=backward,
         reduce=tuple(reduce_order(order)),
@@ -190,6 +251,26 @@ def make_schedule(
         diverges=diverges,
         units=tuple(units),
     )
+    return replace(schedule, node_copies=_node_copies(schedule, options))
+
+
+def _node_copies(schedule: Schedule, options: Options) -> frozenset[int]:
+    """Of the units that backward gathers again, the last ones of forward, within the budget.
+
+    By default that is half of what a rank holds anyway: values at rest with gradients and Adam's state, and
+    full values at the peak. With offload memory is short: none.
+    """
+    shares = [unit.share_bytes for unit in schedule.units]
+    again = frozenset(schedule.backward) if schedule.releases else frozenset()
+    if not any(shares) or not again:
+        return frozenset()
+    budget = options.keep_node
+    if budget is None:
+        held = sum(unit.training_bytes for unit in schedule.units)
+        peak = max(schedule.full_bytes_at(schedule.calls()))
+        budget = 0 if options.offload is not None else (held + peak) // 2
+    others = frozenset(range(len(shares))) - again
+    return frozenset(kept_units(schedule.forward, shares, budget, 0, others))
 
 
 def _kept(

@@ -52,8 +52,7 @@ def duplicate(runtime: Runtime, memo: dict[int, Any]) -> Runtime:
 def _lane(lane: Lane, memo: dict[int, Any]) -> Lane:
     lane.take_assigned()
     parameters: list[nn.Parameter] = [copy.deepcopy(p, memo) for p in lane.parameters]
-    layout, dtypes, comm, homes = lane.layout, lane.dtypes, lane.comm, lane.homes
-    twin = Lane(lane.unit, layout, dtypes, parameters, comm, lane.replicated, homes, lane.keeps_share)
+    twin = Lane(lane.unit, lane.layout, lane.dtypes, parameters, lane.comm, lane.replicated, lane.homes)
     twin.rest.copy_(lane.rest)
     twin.show_sharded()
     twin.show_to(lane.present)

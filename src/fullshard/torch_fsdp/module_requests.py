@@ -294,7 +294,8 @@ def _placement(requests: Sequence[ModuleRequest]) -> dict[str, Any]:
         return {"strategy": "zero3", "mesh": mesh}
     ranks = torch.arange(rank_count()) if mesh is None else mesh.mesh
     kind = default_device().type if mesh is None else mesh.device_type
-    return {"strategy": "hybrid", "across": "shard", "mesh": _named(kind, ranks.view(-1, group))}
+    nodes = _named(kind, ranks.view(-1, group), ("node", "shard"))
+    return {"strategy": "zero3", "keep_node": "all", "mesh": nodes}
 
 
 def _common_mesh(requests: Sequence[ModuleRequest]) -> DeviceMesh | None:
@@ -336,10 +337,11 @@ def _common_group(requests: Sequence[ModuleRequest]) -> int | None:
     return next(iter(groups))
 
 
-def _named(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+def _named(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, str] = ("replicate", "shard")
+) -> DeviceMesh:
     """Ranks and names: all that the engine reads. No groups: with tensor parallelism on a third axis ranks
     would create different ones at once, and wait for each other forever."""
-    names = ("replicate", "shard")
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 

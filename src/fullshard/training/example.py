@@ -48,7 +48,6 @@ training:                    # sizes of batches are of all ranks together
 #   strategy: zero3          # replicate, zero1, zero2, zero3, hybrid
 #   precision: fp32          # bf16, fp16
 #   checkpoint_activations: false  # true; offload: and block inputs in host memory
-#   across: replicate        # of hybrid: shard
 #   offload: null            # host, optimizer, auto, or {device: 22GiB, host: 90GiB, disk: /scratch/run}
 
 # evaluation:

@@ -113,7 +113,6 @@ class Run:
             model,
             strategy=settings.sharding.strategy,
             precision=settings.sharding.precision,
-            across=settings.sharding.across,
             checkpoint_activations=settings.sharding.checkpoint_activations,
             offload=settings.sharding.offload,
             materialize=self.job.subject.materialize,

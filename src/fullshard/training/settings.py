@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fullshard.errors import OptionError
 from fullshard.extras import need
 from fullshard.offload import Offload
-from fullshard.option_table import TABLE, Across, CheckpointActivations, Strategy
+from fullshard.option_table import TABLE, CheckpointActivations, Strategy
 from fullshard.training.gpt import GPTConfig
 from fullshard.training.schema import Source, apply_override, build
 
@@ -108,7 +108,6 @@ class Sharding:
     strategy: Strategy = TABLE["strategy"].default
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpoint_activations: CheckpointActivations = False
-    across: Across = TABLE["across"].default
     offload: Literal["host", "optimizer", "auto"] | Offload | None = None
 
 

@@ -131,17 +131,13 @@ def _simulate(
         str,
         choice("strategy", TRAINING),
     ] = TABLE["strategy"].default,
-    across: Annotated[
-        str,
-        choice("across", TRAINING),
-    ] = TABLE["across"].default,
     reduce: Annotated[
         str,
         choice("reduce", TRAINING),
     ] = TABLE["reduce"].default,
     precision: Annotated[
         str | None,
-        precision_option(("fp32", "bf16", "fp16", "int8"), "Precision (bf16; on a CPU fp32)."),
+        precision_option(("fp32", "bf16", "fp16", "int8", "int8-across"), "Precision (bf16; on a CPU fp32)."),
     ] = None,
     checkpoint_activations: CheckpointActivations = False,
     offload_activations: OffloadActivations = False,
@@ -151,6 +147,15 @@ def _simulate(
             "--keep-full",
             metavar="SIZE",
             help="Budget of units kept full: 2GiB, 'all', or 0.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    keep_node: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-node",
+            metavar="SIZE",
+            help="Budget of the node's share of values kept for backward: 2GiB, 'all', or 0.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -244,11 +249,11 @@ def _simulate(
         device=where,
         rank=rank,
         strategy=strategy,
-        across=across,
         reduce=reduce,
         precision=precision or default_precision,
         checkpoint_activations="offload" if offload_activations else checkpoint_activations,
-        keep_full=_keep_full(keep_full),
+        keep_full=_budget("--keep-full", keep_full),
+        keep_node=_budget("--keep-node", keep_node),
         compiled=compiled,
         offload=offload,
         host_memory_bytes=_host_memory(host_memory),
@@ -327,10 +332,10 @@ def _host_memory(text: str | None) -> int | None:
     return None if text is None else parse_size(text, "--host-memory", "Write it as 512GiB or 2TB.")
 
 
-def _keep_full(text: str | None) -> int | str | None:
+def _budget(option: str, text: str | None) -> int | str | None:
     if text is None or text == "all":
         return text
-    return parse_size(text, "--keep-full", "Write it as 2GiB, 500MiB, 'all' or 0.")
+    return parse_size(text, option, "Write it as 2GiB, 500MiB, 'all' or 0.")
 
 
 SIMULATE = Command(

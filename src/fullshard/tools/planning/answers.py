@@ -14,6 +14,7 @@ from fullshard.byte_sizes import size, size_option
 from fullshard.errors import OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
+from fullshard.plan.plan import planned_levels
 from fullshard.plan.units import find_units
 from fullshard.tools.planning.adapters import Adapters
 from fullshard.tools.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
@@ -55,11 +56,6 @@ class Question:
         if not 0 <= self.spare < 1:
             raise OptionError(f"{self.spare:.0%} of the memory to spare", "Give 0 to 99 percent.")
         inner = self.node_ranks
-        if inner is not None and "hybrid" not in self.strategies and self.offload is None:
-            raise OptionError(
-                f"nodes of {inner} ranks matter only to hybrid, which is not among the strategies",
-                "Leave out --node-ranks, or add --strategy hybrid.",
-            )
         if "hybrid" in self.strategies and inner is None:
             raise OptionError("strategy 'hybrid' shards inside a node", "Give --node-ranks.")
         if inner is not None and (inner < 1 or self.ranks % inner):
@@ -82,16 +78,20 @@ class Question:
         return self.offload is None or shortage(one, self.offload) is None
 
     def options(self, strategy: str) -> Options:
-        return parse(
+        return self._shared(strategy)[1]
+
+    def sharing(self, strategy: str) -> int:
+        """Ranks that share one copy."""
+        return self._shared(strategy)[0]
+
+    def _shared(self, strategy: str) -> tuple[int, Options]:
+        options = parse(
             strategy=strategy,
             precision=self.precision,
             checkpoint_activations=self.recompute,
             on_gpu=self.on_gpu,
         )
-
-    def sharing(self, strategy: str) -> int:
-        """Ranks that share one copy."""
-        return self.node_ranks or self.ranks if strategy == "hybrid" else self.ranks
+        return planned_levels(options, self.ranks, self.node_ranks or self.ranks)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _model(subject: Subject, question: Question) -> tuple[nn.Module, int]:
 
 def _need(step: Step, question: Question, strategy: str) -> Need:
     sharing, request = question.sharing(strategy), question.offload
-    needed = partial(need, step, sharing, question.options(strategy), question.ranks // sharing)
+    needed = partial(need, step, sharing, question.options(strategy))
     if request is None:
         return needed()
     budget = request.budget(question.spare, question.host_ranks, step.trace.host_bytes)

@@ -22,8 +22,8 @@ from fullshard.engine.transfers import HELD
 from fullshard.offload import Offload
 from fullshard.options import Options
 from fullshard.plan.homes import KINDS, STATES, Budget, LaneBytes, Resting, bytes_of, placed
-from fullshard.plan.plan import Plan, plan_of
-from fullshard.plan.schedule import Call, in_flight_limit
+from fullshard.plan.plan import LanePlan, Plan, plan_of
+from fullshard.plan.schedule import Call, across_limit, in_flight_limit
 from fullshard.plan.units import Unit
 from fullshard.tools.planning.tracing import Trace, direct_weights
 from fullshard.tools.planning.transfers import Transfers, transfers_of
@@ -115,21 +115,23 @@ class Step:
         return path
 
 
-def need(step: Step, ranks: int, options: Options, replicas: int = 1, budget: Budget | None = None) -> Need:
-    """`ranks` share one copy of the model; with hybrid they are those of a node, and `replicas` the nodes.
+def need(step: Step, ranks: int, options: Options, budget: Budget | None = None) -> Need:
+    """`ranks` share one copy of the model; with hybrid they are those of a node. `options` know the nodes.
 
     `budget`: with offload, for values at rest. Whether the host has enough for them is for the caller to see.
     """
     options = replace(options, on_gpu=step.on_gpu)
+    if budget is not None and options.keep_node is None:
+        options = replace(options, keep_node=0)  # as the engine has it with offload
     plan = plan_of(step.units, ranks, options, step.path)
     if budget is not None:
         lanes = tuple(bytes_of(x, options.replicated) for unit in plan.units for x in unit.lanes)
         plan = replace(plan, resting=Resting(lanes, tuple(placed(lanes, budget)[0]), budget, Offload.chunk))
-    rest = _at_rest(step, plan, replicas)
+    rest = _at_rest(step, plan)
     return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
 
 
-def _at_rest(step: Step, plan: Plan, replicas: int) -> Need:
+def _at_rest(step: Step, plan: Plan) -> Need:
     """What one rank has on its device between passes, and in the optimizer's step."""
     kept_values, made_values = OPTIMIZERS[step.optimizer]
     resting = plan.resting
@@ -157,7 +159,7 @@ def _at_rest(step: Step, plan: Plan, replicas: int) -> Need:
         0,
         made_bytes + step.trace.buffer_bytes + step.trace.returned_bytes + step.workspace_bytes,
         "the optimizer's step",
-        plan.wire_bytes_per_step + round(2 * plan.gradient_bytes * (replicas - 1) / replicas),
+        plan.wire_bytes_per_step,
         slabs,
         resting,
         transfers,
@@ -173,6 +175,7 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[N
     lanes = [lane for unit in plan.units for lane in unit.lanes]
     own = _full_bytes(plan, options.replicated)
     full = [sum(own[unit] for unit in units) for units in plan.schedule.full_at(step.calls)]
+    full = [sum(both) for both in zip(full, plan.schedule.share_bytes_at(step.calls), strict=True)]
     accumulation = 0
     if step.accumulates_locally and options.accumulates_locally:
         accumulation = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes if lane.trainable)
@@ -221,21 +224,33 @@ def _sending(step: Step, plan: Plan) -> list[tuple[int, int]]:
     received = [[lane.wire_bytes if plan.ranks > 1 else 0 for lane in lanes] for lanes in trained]
     landing, leaving = _landing_bytes(plan), [0]  # with offload: gradient shards on their way to the host
     direct = [bool(weights) for weights in direct_weights(step.units)]
+    summed = [[_summed_bytes(lane, plan) for lane in lanes] for lanes in trained]
     flying: list[tuple[int, int]] = []  # exchanges in flight: bytes packed, and received
+    crossing: list[int] = []  # the same between nodes: both together
     sending = []
     for phase, unit, done in step.calls:
         if phase == "forward":
             sending.append((0, 0))
             continue
-        others = sum(map(sum, flying)) + sum(leaving)
+        others = sum(map(sum, flying)) + sum(crossing) + sum(leaving)
         own = sum(packed[unit]) if unit or done else 0
         early = own if direct[unit] else 0  # its buffer is open before the products that write into it
         sending.append((others + early, others + (own if done else early)))
         if done:
             leaving = [*leaving, *landing[unit]][-(HELD + 1) :]
-        for exchange in zip(packed[unit], received[unit], strict=True) if done else ():
-            flying = [*flying[max(0, len(flying) + 1 - in_flight_limit(exchange[0])) :], exchange]
+        for sent, came, sums in zip(packed[unit], received[unit], summed[unit], strict=True) if done else ():
+            flying = [*flying[max(0, len(flying) + 1 - in_flight_limit(sent)) :], (sent, came)]
+            if sums:
+                before = len(flying) + across_limit(sums // 2) - 2
+                crossing = [*crossing[max(0, len(crossing) - before) :], sums]
     return sending
+
+
+def _summed_bytes(lane: LanePlan, plan: Plan) -> int:
+    """A node's sums of gradients on their way between nodes: sent and received; with replicas, and back."""
+    if plan.nodes == 1:
+        return 0
+    return (3 if plan.strategy == "hybrid" else 2) * lane.across_bytes // plan.node_ranks
 
 
 @contextmanager

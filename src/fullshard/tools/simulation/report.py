@@ -16,7 +16,7 @@ _ALWAYS = ("step", "exposed communication", "busiest link in use", "sent", "mess
 _OPTIONS = (
     "rank",
     "strategy",
-    "across",
+    "keep_node",
     "reduce",
     "precision",
     "checkpoint_activations",
@@ -32,7 +32,7 @@ TITLES = {"fullshard": "fullshard", "fsdp2": "FSDP2"}
 
 def title(scenario: Scenario) -> str:
     how = [scenario.strategy, scenario.precision]
-    how += ["sharded across nodes too"] if scenario.across == "shard" else []
+    how += [f"keep_node={scenario.keep_node}"] if scenario.keep_node is not None else []
     how += ["activations computed again"] if scenario.checkpoint_activations else []
     how += ["from inputs in host memory"] if scenario.checkpoint_activations == "offload" else []
     how += ["compiled"] if scenario.compiled else []

@@ -32,6 +32,7 @@ ENGINES = ("fullshard", "fsdp2")
 PRECISIONS = {
     **PRESETS,
     "int8": Precision(compute=torch.bfloat16, gather=torch.int8, wire=torch.int8),
+    "int8-across": Precision(compute=torch.bfloat16, across=torch.int8),
 }
 
 
@@ -44,11 +45,11 @@ class Scenario:
     device: torch.device
     rank: int = 0
     strategy: str = "zero3"
-    across: str = "replicate"
     reduce: str = "auto"
     precision: str = "bf16"
     checkpoint_activations: CheckpointActivations = False
     keep_full: int | str | None = None
+    keep_node: int | str | None = None
     merge_units: int | None = None
     compiled: bool = False
     offload: str | None = None
@@ -79,7 +80,7 @@ class Scenario:
                 "strategy 'hybrid' shards inside a node, and this network is flat",
                 "Give --node-ranks and --inside.",
             )
-        names = ("strategy", "across", "reduce", "keep_full", "merge_units")
+        names = ("strategy", "reduce", "keep_full", "keep_node", "merge_units")
         parse(**{name: getattr(self, name) for name in names})
 
     @property
@@ -184,7 +185,7 @@ def _fullshard(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
         model,
         strategy=scenario.strategy,
         mesh=scenario.mesh("hybrid") if hybrid else None,
-        across=scenario.across,
+        keep_node=scenario.keep_node,
         reduce=scenario.reduce,
         precision=PRECISIONS[scenario.precision],
         checkpoint_activations=scenario.checkpoint_activations,
@@ -209,6 +210,7 @@ def _refuse_small_host(scenario: Scenario, model: nn.Module) -> None:
         strategy=scenario.strategy,
         precision=PRECISIONS[scenario.precision],
         keep_full=scenario.keep_full,
+        keep_node=scenario.keep_node,
         merge_units=scenario.merge_units,
         offload=replace(OFFLOADS[scenario.offload], host=scenario.host_memory_bytes),
     )
@@ -218,12 +220,10 @@ def _fsdp2(scenario: Scenario, model: nn.Module) -> list[nn.Module]:
     from fullshard.tools.simulation import rivals
 
     precision = PRECISIONS[scenario.precision]
-    # Of its strategies, the one with as little at rest.
-    strategy = "zero3" if scenario.across == "shard" else scenario.strategy
     blocks = rivals.fsdp2(
         model,
-        scenario.mesh(strategy),
-        strategy=strategy,
+        scenario.mesh(scenario.strategy),
+        strategy=scenario.strategy,
         compute=precision.compute,
         reduce=rivals.reduce_dtype(precision),
         checkpoint_activations=bool(scenario.checkpoint_activations),
