@@ -475,7 +475,7 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
 )
 def test_a_step_sends_the_bytes_that_the_plan_says(said: dict[str, Any]) -> None:
     sent, planned = ranks.run(_sent_and_planned, 1, said, timeout_s=60)[0]
-    small = sent - planned  # who was used: one byte a parameter, there and back
+    small = sent - planned  # the report of a step
     assert 0 <= small < 600, (sent, planned)
 
 

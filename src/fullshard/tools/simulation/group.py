@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup, ReduceOp
 
 from fullshard.errors import OptionError, StateError, report_errors_as
 from fullshard.tools.simulation.cuda_wire import CudaWire
-from fullshard.tools.simulation.network import Network
+from fullshard.tools.simulation.network import Load, Network
 from fullshard.tools.simulation.wire import HostWire, Message, deliver
 
 BACKEND = "simulated"
@@ -74,6 +74,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
         super().__init__(rank, len(members))
         self._cluster, self._rank, self._name = cluster, rank, name
         self._placement = cluster.network.placement(members)
+        self._network, self._loads = cluster.network, dict[tuple[str, int], Load]()
 
     @property
     def group_name(self) -> str:
@@ -95,9 +96,19 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
         if self._placement.ranks == 1 or target.device.type != self._cluster.device.type:
             deliver(target, source, own)  # agreements on the host do not use the wire of a device
             return Carried(None, None, target)
-        load = self._cluster.network.load(kind, full.nbytes, self._placement)
-        ticket = self._cluster.wire.carry(Message(kind, load, self._name), target, source, own)
+        message = Message(kind, self._load(kind, full.nbytes), self._name)
+        ticket = self._cluster.wire.carry(message, target, source, own)
         return Carried(self._cluster, ticket, target)
+
+    def _load(self, kind: str, size_bytes: int) -> Load:
+        """Computed once for each size: a step sends the same messages again and again."""
+        network = self._cluster.network
+        if network is not self._network:
+            self._network, self._loads = network, {}
+        found = self._loads.get((kind, size_bytes))
+        if found is None:
+            found = self._loads[kind, size_bytes] = network.load(kind, size_bytes, self._placement)
+        return found
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(-1).view(self._placement.ranks, -1)[self._rank]

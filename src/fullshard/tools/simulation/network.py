@@ -25,7 +25,6 @@ _BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(B|b|bit)(?:/|p)s")
 _FLOPS = re.compile(_NUMBER + r"([kMGT]?)(?:FLOPS|FLOP/s|flops)?")
 _DURATION = re.compile(_NUMBER + r"(s|ms|us|µs|ns)")
 
-
 COLLECTIVE_S = 8.4e-6  # before anything is sent
 ACROSS_HOP_S, INSIDE_HOP_S = 14e-6, 3.4e-6  # a network, and NVLink
 _DOUBLING_HOP, _DOUBLING_RANK = 1 / 3.5, 1 / 5  # of a hop: per doubling, and per rank that takes part
@@ -178,7 +177,7 @@ class Network:
         return replace(self, link=_AT_ONCE, inside=inside, collective_s=0.0)
 
 
-_AT_ONCE = Link(1e18, 0.0)
+_AT_ONCE = Link(math.inf, 0.0)
 
 
 def bandwidth(text: str) -> float:
