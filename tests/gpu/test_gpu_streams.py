@@ -5,6 +5,7 @@ The wire is simulated with torch's own streams, events and copies, so that the s
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -145,7 +146,8 @@ def _losses(configurations: list[dict[str, Any]]) -> list[list[float]]:
         options = dict(said)
         if isinstance(options.get("precision"), dict):
             options["precision"] = fs.Precision(**options["precision"])
-        model = shard_with(in_place, _net(), strategy="zero3", units=None, ignore=(), **(BLOCKS | options))
+        options = {"strategy": "zero3", "units": None, "ignore": (), **BLOCKS, **options}
+        model = shard_with(in_place, _net(), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses = []
         for step in range(40):
@@ -174,3 +176,25 @@ def test_8_bit_wires_and_direct_gradients_train_two_ranks_on_one_card() -> None:
     for losses in others:
         assert losses[0] == pytest.approx(first[0], rel=2e-2)
         assert losses[-1] == pytest.approx(first[-1], rel=5e-2)
+
+
+def _losses_on_nodes(configurations: list[dict[str, Any]]) -> list[list[float]]:
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    return _losses(configurations)
+
+
+def test_two_nodes_of_two_ranks_on_one_card_train_alike_whatever_they_keep() -> None:
+    across = {"precision": {"compute": torch.bfloat16, "across": torch.int8}}
+    configurations: list[dict[str, Any]] = [
+        {"precision": "bf16", "keep_full": 0},
+        {"precision": "bf16", "keep_full": 0, "keep_node": 0},
+        {"precision": "bf16", "strategy": "zero2"},
+        {**across, "keep_full": 0},
+        {**across, "keep_full": 0, "keep_node": 0},
+    ]
+    for first, *others in ranks.run(_losses_on_nodes, 4, configurations, timeout_s=300):
+        assert first[-1] < first[0] - 0.5, "it learns"
+        assert others[0] == others[1] == first
+        assert others[2] == others[3]
+        assert others[2][-1] == pytest.approx(first[-1], rel=5e-2)

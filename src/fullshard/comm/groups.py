@@ -230,12 +230,16 @@ class Comm:
             self._crossing.popleft()
 
     def beside(self, purpose: str) -> Any:
-        """A stream that may wait for the wire while the current one, behind which it begins, computes."""
+        """A stream that may wait for the wire while the current one, behind which it begins, computes.
+
+        Its kernels are few and small, and a link is idle until they have run: they go first.
+        """
         if self.watchdog.host_waits:
             return contextlib.nullcontext()
         stream = self._streams.get(purpose)
         if stream is None:
-            stream = self._streams[purpose] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            made = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            stream = self._streams[purpose] = made
         stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(stream)
 

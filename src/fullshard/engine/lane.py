@@ -206,9 +206,9 @@ class Lane:
         return self.layout.interval * self.dtypes.rest.itemsize * (4 if any(self.trainable) else 1)
 
     def forget_share(self) -> None:
-        """What came from other nodes is not needed any more."""
+        """What came from other nodes is not needed any more. A gather in flight frees it when it is over."""
         if self._node_share is not None:
-            self._node_share.forget()
+            self._node_share.forget(frees=self.operation is None)
 
     def _take_changes(self) -> None:
         """By an optimizer's step, and by user code."""
@@ -626,15 +626,16 @@ class NodeShare:
     def invalidate(self) -> None:
         self._is_kept = False
 
-    def forget(self) -> None:
+    def forget(self, frees: bool) -> None:
         """A pass is over or was given up."""
         if self._operation is not None:
             self._operation.wait()
             self._operation = None
-        if self._rows is not None:
-            self._rows.free()
-        self._is_ahead = self._is_kept = False
-        self._storage.resize_(0)
+        self._is_ahead = self._is_kept = self._keep = False
+        if frees:
+            if self._rows is not None:
+                self._rows.free()
+            self._storage.resize_(0)
 
 
 class ReceiveBuffer:
