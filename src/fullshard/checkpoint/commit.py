@@ -18,23 +18,17 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fullshard.checkpoint import files, ownership
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree, unreadable
 from fullshard.checkpoint.format import manifest
-from fullshard.checkpoint.format.manifest import Manifest
+from fullshard.checkpoint.format.manifest import Manifest, Summary
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
-_WITHOUT_VALUES: dict[str, Any] = {
-    "files": {},
-    "modules": {},
-    "optimizer_state": None,
-    "extra": {},
-    "ranks": (),
-}
+T = TypeVar("T")
 _log = logging.getLogger("fullshard")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|retired)-(?P<token>[0-9a-f]{16})")
 
@@ -86,7 +80,7 @@ def _check_replaceable(target: Path) -> None:
 
 def _layout_of(folder: Path) -> Mapping[str, Any]:
     try:
-        return read_manifest(folder).layout
+        return read_summary(folder).layout
     except CheckpointError:
         return {}
 
@@ -228,7 +222,7 @@ def find(path: Path) -> Path:
 def _saved_at(folder: Path) -> int | None:
     """When it was saved; None if its manifest is missing or incomplete."""
     try:
-        return read_manifest(folder).saved_at_ns
+        return read_summary(folder).saved_at_ns
     except CheckpointError:
         return None
 
@@ -239,12 +233,20 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return next((path for path, _ in newest_first(folder)), None) if folder.is_dir() else None
 
 
-def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
+def newest_first(parent: Path) -> list[tuple[Path, Summary]]:
     """The complete checkpoints of a folder. Damaged manifests are skipped, with a warning."""
     return sorted(_checkpoints(parent), key=lambda item: item[1].saved_at_ns, reverse=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
+    return _read(folder, manifest.from_bytes)
+
+
+def read_summary(folder: Path) -> Summary:
+    return _read(folder, manifest.summary_from_bytes)
+
+
+def _read(folder: Path, parse: Callable[[bytes], T]) -> T:
     path = folder / manifest.NAME
     try:
         with files.opened(path) as file:
@@ -255,13 +257,13 @@ def read_manifest(folder: Path) -> Manifest:
                 )
             manifest.check_beginning(file.read(manifest.BEGINNING_BYTES))
             file.seek(0)
-            return manifest.from_bytes(file.read())
+            return parse(file.read())
     except OSError as error:
         raise unreadable(repr(str(path)), error) from error
 
 
-def _checkpoints(parent: Path) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints of a folder, under their final names, without what their values are."""
+def _checkpoints(parent: Path) -> list[tuple[Path, Summary]]:
+    """The complete checkpoints of a folder, under their final names."""
     names = {entry.name for entry in parent.iterdir() if not entry.name.startswith(".")}
     names |= {name for _, name, _ in hidden_folders(parent)}
     complete = []
@@ -272,9 +274,9 @@ def _checkpoints(parent: Path) -> list[tuple[Path, Manifest]]:
         try:
             if folder.is_symlink():
                 files.refuse_outside(folder, Path(os.path.realpath(folder)), parent)
-            saved = read_manifest(folder)
+            saved = read_summary(folder)
             if "exported_from" not in saved.layout:  # an exported model: not to resume from, nor to remove
-                complete.append((parent / name, replace(saved, **_WITHOUT_VALUES)))
+                complete.append((parent / name, saved))
         except CheckpointError as error:
             if is_checkpoint(folder):  # otherwise it was just renamed or removed
                 warnings.warn(f"{str(folder)!r} is skipped: {error.what}", stacklevel=3)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.files import FolderLock
-from fullshard.checkpoint.format.manifest import Manifest
+from fullshard.checkpoint.format.manifest import Manifest, Summary
 from fullshard.errors import CheckpointError
 
 RUN, WRITER = "run", "writer"  # in a manifest's layout
@@ -112,7 +112,7 @@ def owns(folder: Path, checkpoint_id: str) -> bool:
     return is_own and not _is_held_elsewhere(folder)
 
 
-def resumed(folder: Path, loaded: Manifest, siblings: list[tuple[Path, Manifest]]) -> None:
+def resumed(folder: Path, loaded: Manifest, siblings: list[tuple[Path, Summary]]) -> None:
     """This process continues the run of a checkpoint. `siblings` are the checkpoints of the same folder."""
     known = loaded.layout.get(RUN)
     run = _Run(known if isinstance(known, str) else secrets.token_hex(8))

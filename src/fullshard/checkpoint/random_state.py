@@ -10,9 +10,10 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(),
     }
     if device.type == "cuda":
@@ -23,7 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 def check(state: dict[str, Any], device: torch.device) -> None:
     """Raise the errors that `restore` would, without changing a generator that is in use."""
     torch.Generator().set_state(state["torch"])
-    random.Random().setstate(state["python"])
+    random.Random().setstate(_of_python(state))
     np.random.RandomState().set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.Generator(device).set_state(state["cuda"])
@@ -31,7 +32,13 @@ def check(state: dict[str, Any], device: torch.device) -> None:
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    random.setstate(_of_python(state))
     np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _of_python(state: dict[str, Any]) -> tuple[Any, ...]:
+    """As Python takes it. Words are an array; earlier checkpoints have a tuple."""
+    version, words, gauss = state["python"]
+    return version, tuple(map(int, words)), gauss

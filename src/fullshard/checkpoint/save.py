@@ -148,7 +148,7 @@ def _check_request(
         raise OptionError(f"dtype is {dtype!r}", "Give a floating-point torch dtype, or None.")
     if files not in FILES:
         raise OptionError(f"files is {files!r}", f"Choose one of {', '.join(map(repr, FILES))}.")
-    encoded = extra_values.encode_extra(extra)
+    encoded = extra_values.encode_extra(extra, len(runtime.comm.world.members))
     options = options | {"path": _resolved(path), "optimizer": type(optimizer).__name__}
     return encoded, _Request(
         options, {name: extra_values.digest(tree) for name, (tree, _) in encoded.items()}
@@ -199,7 +199,7 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     of_model: tuple[torch.dtype | None, bool],
 ) -> tuple[tuple[Contents, Description], _Digests]:
-    saved, (dtype, frozen) = Contents(), of_model
+    saved, (dtype, frozen) = Contents(encoder=_encoder(runtime)), of_model
     contents.add_model(saved, runtime, model, dtype, frozen)
     if optimizer is not None:
         contents.add_optimizer(saved, runtime, model, optimizer)
@@ -216,13 +216,18 @@ def _tensors(saved: Contents) -> dict[str, list[Tensor]]:
 
 def _add_own_values(runtime: Runtime, saved: Contents, values: ExtraValues, differing: set[str]) -> None:
     """Add what belongs to this rank alone: its random state, and values that differ from the first rank's."""
-    encoder = Encoder()
+    encoder, of_random = _encoder(runtime), _encoder(runtime)
     own = {name: encoder.encode(value, name) for name, value in saved.replicated.items() if name in differing}
     modules = {n: tree for n, tree in saved.modules.items() if contents.module_key(n) in differing}
     values.add_own("values", own, encoder)
     values.add_own("modules", modules)
     values.add_own("optimizer", saved.own, saved.encoder)
-    values.add_own("random", Encoder().encode(random_state.capture(runtime.comm.device), "random"))
+    state = of_random.encode(random_state.capture(runtime.comm.device), "random")
+    values.add_own("random", state, of_random)
+
+
+def _encoder(runtime: Runtime) -> Encoder:
+    return Encoder(extra_values.inline_bytes(len(runtime.comm.world.members)))
 
 
 def _agreed_plans(control: ControlGroup, saved: Contents, digests: list[str]) -> dict[str, list[FilePlan]]:

@@ -6,6 +6,7 @@ is not a large tensor. It is written last, so a folder without it was never fini
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -25,6 +26,7 @@ FORMAT, VERSION = "fullshard checkpoint", 1
 SHARED_FILE = "extra.safetensors"  # large tensors among the values that are equal on every rank
 MAX_BYTES = 512 * 2**20
 _PREFIX = b'{"sha256":"'
+_AFTER_SUMMARY = b',"block_bytes":'  # the field after those of a Summary; inside a string, quotes are escaped
 BEGINNING_BYTES = len(_PREFIX)
 _REMEDY = "The checkpoint is damaged; use another one."
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
@@ -95,6 +97,15 @@ class Manifest:
         return sorted(name for name in self.files if pattern.fullmatch(name))
 
 
+@dataclass(frozen=True)
+class Summary:
+    """Which checkpoint a manifest belongs to."""
+
+    id: str
+    saved_at_ns: int
+    layout: Mapping[str, Any]
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     body = {
         "format": FORMAT,
@@ -138,16 +149,48 @@ def check_beginning(data: bytes) -> None:
 
 
 def from_bytes(data: bytes) -> Manifest:
+    _check_sum(data)
+    return parse(data)
+
+
+def summary_from_bytes(data: bytes) -> Summary:
+    """The summary of a manifest whose bytes are right. The rest, which may be long, is not parsed."""
+    _check_sum(data)
+    head, found, _ = data.partition(_AFTER_SUMMARY)
+    with contextlib.suppress(DamagedCheckpoint, KeyError, TypeError, ValueError, AttributeError):
+        if found:
+            return _summary(_body(head + b"}"))
+    saved = parse(data)  # its fields are in another order
+    return Summary(saved.id, saved.saved_at_ns, saved.layout)
+
+
+def _summary(body: dict[str, Any]) -> Summary:
+    return Summary(
+        id=_text(body["id"], "id"),
+        saved_at_ns=_count(body["saved_at_ns"], "saved_at_ns"),
+        layout=_object(body["layout"], "layout"),
+    )
+
+
+def _check_sum(data: bytes) -> None:
     rest = data[len(_PREFIX) + 64 :]
     expected = data[len(_PREFIX) : len(_PREFIX) + 64]
     check_beginning(data)
     if hashlib.sha256(rest).hexdigest().encode() != expected:
         raise DamagedCheckpoint(f"{NAME!r} does not have the checksum that it carries", _REMEDY)
-    return parse(data)
 
 
 def parse(data: bytes) -> Manifest:
     """A manifest from its JSON, with every field checked except the checksum of the manifest itself."""
+    body = _body(data)
+    try:
+        return _manifest(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"field {error}" if isinstance(error, KeyError) else str(error)[:200]
+        raise DamagedCheckpoint(f"{NAME!r} is incomplete or malformed: {what}", _REMEDY) from None
+
+
+def _body(data: bytes) -> dict[str, Any]:
     body = parse_json(NAME, data)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{NAME!r} is not a manifest of fullshard", _REMEDY)
@@ -156,11 +199,7 @@ def parse(data: bytes) -> Manifest:
             f"{NAME!r} has format version {str(body.get('version'))[:40]}; this fullshard reads {VERSION}",
             "Use the version of fullshard that wrote it, or a newer one.",
         )
-    try:
-        return _manifest(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"field {error}" if isinstance(error, KeyError) else str(error)[:200]
-        raise DamagedCheckpoint(f"{NAME!r} is incomplete or malformed: {what}", _REMEDY) from None
+    return body
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:

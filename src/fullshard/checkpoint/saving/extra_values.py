@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.format.values import Encoder, Tree
+from fullshard.checkpoint.format.values import INLINE_BYTES, Encoder, Tree
 from fullshard.errors import CheckpointError
+
+_INLINE_OF_ALL = 2**18  # bytes: of one value of every rank, together
+
+
+def inline_bytes(ranks: int) -> int:
+    """How large a value may be in the manifest, which has those of all ranks; larger ones go into files."""
+    return min(INLINE_BYTES, _INLINE_OF_ALL // ranks)
 
 
 @dataclass
@@ -29,7 +36,7 @@ class ExtraValues:
             self.own_tensors |= encoder.tensors
 
 
-def encode_extra(extra: Mapping[str, Any] | None) -> dict[str, tuple[Tree, Encoder]]:
+def encode_extra(extra: Mapping[str, Any] | None, ranks: int) -> dict[str, tuple[Tree, Encoder]]:
     """The user's values by name, each with the encoder that holds its large tensors."""
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"extra is a {type(extra).__name__}", "Give a dict of plain values.")
@@ -37,7 +44,7 @@ def encode_extra(extra: Mapping[str, Any] | None) -> dict[str, tuple[Tree, Encod
     for name, value in (extra or {}).items():
         if not isinstance(name, str) or name.startswith("$"):
             raise CheckpointError(f"extra has the name {name!r}", "Use strings that do not begin with '$'.")
-        encoder = Encoder()
+        encoder = Encoder(inline_bytes(ranks))
         encoded[name] = encoder.encode(value, f"extra[{name!r}]"), encoder
     return encoded
 
