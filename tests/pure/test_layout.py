@@ -89,6 +89,8 @@ def test_every_element_is_kept_by_exactly_one_rank(example: Example) -> None:
             assert 0 <= start <= stop <= piece.num_elements
             owners[start:stop] += 1
         assert owners.eq(1).all(), piece
+        sizes = [stop - start for start, stop in (layout.kept(piece, rank) for rank in range(layout.ranks))]
+        assert layout.shard_sizes(piece) == tuple(size for size in sizes if size)
 
 
 @repeatable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 from typing import Any
 
 import pytest
@@ -133,23 +133,41 @@ def test_a_large_value_of_one_rank_travels_once_and_only_where_it_is_needed(wher
     assert all((1_000_000 < b < 1_010_000) if where == "everywhere" else b < 10_000 for b in others)
 
 
-def _descriptors_of_models() -> list[int]:
+def _groups_of_models() -> tuple[list[int], list[list[float]]]:
     import fullshard as fs
 
-    counts = []
-    for _ in range(4):
-        model = fs.shard(nn.Linear(4, 4))
-        model(torch.ones(2, 4)).sum().backward()
-        agreed = {id(group) for group in dist.distributed_c10d._world.pg_map}
-        counts.append(len(agreed))
+    def grown() -> int:
+        for _ in range(2):  # the first frees the graph, which holds the model
+            gc.collect()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        return counts[-1]
+
+    rank = dist.get_rank()
+    counts, values = [], []
+    kept = None  # on one rank its model is not gone, so neither may use its groups again
+    for step in range(5):
+        torch.manual_seed(step)
+        model = fs.shard(nn.Linear(4, 4), strategy="zero2" if step % 2 else "zero3")
+        model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+        if step == 1 and rank == 0:
+            kept = model
+        with fs.full(model):
+            values.append([float(p.detach().sum()) for p in model.parameters()])
+        values[-1] += [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
         del model
-    return counts
+        grown()
+    assert (kept is not None) == (rank == 0)
+    return counts, values
 
 
-def test_models_of_one_process_share_the_groups_in_which_they_agree() -> None:
-    for counts in ranks.run(_descriptors_of_models, 2, init=True, timeout_s=60):
-        gather_and_reduce = 2
-        assert [b - a for a, b in itertools.pairwise(counts)] == [gather_and_reduce] * 3
+def test_models_of_one_process_share_groups_and_take_over_those_of_models_that_are_gone() -> None:
+    (first, values), (second, _) = ranks.run(_groups_of_models, 2, init=True, timeout_s=60)
+    gather_and_reduce = 2
+    assert first == second == [first[0], first[0], *[first[0] + gather_and_reduce] * 3]
+    for step, found in enumerate(values):
+        torch.manual_seed(step)
+        expected = [float(p.detach().sum()) for p in nn.Linear(4, 4).parameters()]
+        assert found == [*expected, 16 * (2 + 4) / 2, 4 * 2]
 
 
 def test_connections_per_rank_grow_with_the_logarithm_of_the_ranks() -> None:

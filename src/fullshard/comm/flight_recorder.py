@@ -95,6 +95,7 @@ class FlightRecorder:
         self.folder = Folder(folder) if isinstance(folder, str) else folder
         self._name, self._pid = record_name(rank), os.getpid()
         self.thread = threading.get_ident()  # the one that uses it, last known
+        self.stalled = False  # an operation of it was given up
         self._channels: dict[str, Channel] = {}
         self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}
         self._sequence, self._waiting, self._closed = 0, False, False

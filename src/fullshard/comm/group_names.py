@@ -13,6 +13,7 @@ The second needs a message between the members for each group and leaves groups 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ _NAMING = "_hash_ranks_to_str"
 def named_by_members(ranks: list[int]) -> Iterator[None]:
     """Inside, a group of these ranks gets one name on all of them, whatever other groups each one is in."""
     rank, store = distributed_c10d.get_rank(), distributed_c10d._get_default_store()
-    key = f"fullshard {ranks}"
-    count = store.add(f"{key} of {rank}", 1)  # groups of the same ranks, for as long as the world lasts
+    key = f"fullshard group {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    count = times_called(store, key, len(ranks))
     torchs = _naming_function()
     if torchs is None:
         _know_equally_many_groups(store, f"{key} {count}", rank, ranks)
@@ -39,6 +40,14 @@ def named_by_members(ranks: list[int]) -> Iterator[None]:
         yield
     finally:
         setattr(distributed_c10d, _NAMING, torchs)
+
+
+def times_called(store: Any, key: str, ranks: int) -> int:
+    """How often all of these ranks have called this before, for as long as the store lasts.
+
+    One counter for all ranks: none of them comes to the next call before all have made this one.
+    """
+    return int(store.add(key, 1) - 1) // ranks
 
 
 def _naming_function() -> Callable[[list[int]], str] | None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
 
 from fullshard import errors
-from fullshard.comm.host_group import HostGroup, first_group, new_group, open_recorder
+from fullshard.comm.group_leases import lease_groups
+from fullshard.comm.host_group import HostGroup, first_group, open_recorder
 from fullshard.comm.step_report import StepReport
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.watchdog import Operation, Watchdog
@@ -41,7 +42,7 @@ class ShardGroup:
         self._gather_name, self._reduce_name = f"gather{name}", f"reduce{name}"
         for channel in (self._gather_name, self._reduce_name):
             comm.recorder.declare(channel, [comm.members.index(r) for r in ranks])
-        self.gather_group, self.reduce_group = new_group(ranks), new_group(ranks)
+        self.gather_group, self.reduce_group = comm.lease.group(ranks), comm.lease.group(ranks)
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """All ranks' rows into `full`, as bytes; this rank's own is written already."""
@@ -154,6 +155,9 @@ class Comm:
         weakref.finalize(self, self.recorder.close)
         host_waits = device.type == "cpu" or self.staged
         self.watchdog = Watchdog(self.recorder, host_waits, launch().stall_timeout_s)
+        # Groups of a model that is gone, where there is one: connections are not kept per model.
+        self.lease = lease_groups((str(grid.tolist()), self.two_level), first_group(self.members))
+        self.lease.begin(self, self.recorder)
         with first_group(self.members).blocking("shard"):
             self._create_groups(inner, outer)
         # On the device the first rank's values go down its column of the grid, then along every row.
@@ -173,7 +177,7 @@ class Comm:
         self.cross_node_group = ShardGroup(self, outer, " across") if len(outer) > 1 else None
         self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
         if self.two_level:
-            self._small_group = new_group(self.members)
+            self._small_group = self.lease.group(self.members)
         self._shard_members = self.members if self.two_level else inner
         self._joined: Any = None
         self._replica_group = None
@@ -319,7 +323,7 @@ class Comm:
 
     def all_gather_int(self, value: int, phase: str = "between steps") -> list[int]:
         """Every rank's number, by rank."""
-        return [int(v) for v in self.all_gather_ints([value], phase)[:, 0]]
+        return list(map(int, self.all_gather_ints([value], phase)[:, 0].tolist()))
 
     def all_gather_ints(self, values: Sequence[int], phase: str = "between steps") -> torch.Tensor:
         """Every rank's numbers, one row per rank."""
@@ -359,7 +363,7 @@ class Comm:
     def join(self, world: Any) -> None:
         """The tensor-parallel groups of these ranks hold other parts: sums of shards go over them, too."""
         small = world.tp_ranks_of(self._shard_members)
-        self._small_group, self._small_ranks = new_group(small), len(small)
+        self._small_group, self._small_ranks = self.lease.group(small), len(small)
         self._joined = world
 
     @property

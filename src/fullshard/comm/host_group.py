@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from fullshard.comm import messages, tree
 from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.group_names import named_by_members
+from fullshard.comm.group_names import named_by_members, times_called
 from fullshard.comm.recorder_files import folder_for, remove_abandoned
 from fullshard.comm.tags import OpTag
 from fullshard.comm.tree import Chain, Level, Tree
@@ -194,8 +194,8 @@ def open_recorder(members: list[int], purpose: str) -> FlightRecorder:
     name = os.urandom(12).hex()
     if not peers_are_absent():
         store = distributed_c10d._get_default_store()
-        key = f"{purpose} {members}"
-        count = store.add(f"fullshard recorders {key} of {dist.get_rank()}", 1)
+        key = hashlib.sha256(f"{purpose} {members}".encode()).hexdigest()[:16]
+        count = times_called(store, f"fullshard recorder {key}", len(members))
         run = store.compare_set("fullshard run", "", os.urandom(16).hex())
         name = hashlib.sha256(f"{run!r} {key} {count}".encode()).hexdigest()[:24]
     # Memory, where there is such a folder: written pages of a disk could stall the hot path.
@@ -213,6 +213,7 @@ def _remove_if_empty(path: str) -> None:
         os.rmdir(path)  # not through links, and only if it is empty
 
 
+leases_by_grid: dict[Hashable, tuple[Any, list[Any]]] = {}  # of group_leases, with their world
 _first_groups: dict[tuple[int, ...], tuple[Any, HostGroup]] = {}  # with the world that they belong to
 
 
@@ -231,3 +232,4 @@ def forget_first_groups() -> None:
     """The process groups end."""
     _first_groups.clear()
     _trees.clear()
+    leases_by_grid.clear()

@@ -190,4 +190,5 @@ class Watchdog:
         self.stalled = Stalled(
             f"an operation that the other ranks will not complete: {verdict}. Places: {places}", remedy
         )
+        self.recorder.stalled = True
         raise self.stalled from None

@@ -114,8 +114,11 @@ class Layout:
         """How many elements of a parameter each rank that has any keeps, by rank."""
         if not piece.num_elements:
             return ()
-        ranks = range(piece.start // self.interval, (piece.stop - 1) // self.interval + 1)
-        return tuple(stop - start for start, stop in (self.kept(piece, rank) for rank in ranks))
+        first, last = piece.start // self.interval, (piece.stop - 1) // self.interval
+        if first == last:
+            return (piece.num_elements,)
+        between = (self.interval,) * (last - first - 1)
+        return ((first + 1) * self.interval - piece.start, *between, piece.stop - last * self.interval)
 
     def written(self, piece: Piece, rank: int, replica: int, replicas: int) -> tuple[int, int]:
         """The part of `kept` that this rank saves: replicas keep the same elements and divide the work.
