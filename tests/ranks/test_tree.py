@@ -160,6 +160,22 @@ def _groups_of_models() -> tuple[list[int], list[list[float]]]:
     return counts, values
 
 
+def _groups_of_many_models() -> list[int]:
+    import fullshard as fs
+
+    counts = []
+    for _ in range(12):
+        model = fs.shard(nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_many_models_in_turn_keep_a_bounded_number_of_groups() -> None:
+    for counts in ranks.run(_groups_of_many_models, 2, init=True, timeout_s=60):
+        assert counts[-1] <= counts[0] + 2 * 4
+
+
 def test_models_of_one_process_share_groups_and_take_over_those_of_models_that_are_gone() -> None:
     (first, values), (second, _) = ranks.run(_groups_of_models, 2, init=True, timeout_s=60)
     gather_and_reduce = 2

@@ -9,6 +9,7 @@ which; and only one in which all ranks have issued the same operations may be us
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.host_group import HostGroup, leases_by_grid, new_group
 from fullshard.comm.tags import OpTag
+
+_MANY = 4  # sets of groups, from which on it is worth looking for models that are gone but not collected
 
 
 class Lease:
@@ -58,6 +61,10 @@ def lease_groups(grid: Hashable, agreement: HostGroup) -> Lease:
         leases = []
         leases_by_grid[grid] = dist.group.WORLD, leases
     lease = _free_on_all(leases, agreement) if leases else None
+    if lease is None and len(leases) >= _MANY:
+        for _ in range(2):  # a model is part of cycles; the first time frees the graph that holds it
+            gc.collect()
+        lease = _free_on_all(leases, agreement)
     if lease is None:
         lease = Lease()
         leases.append(lease)
