@@ -325,7 +325,7 @@ def main(folder: str, library: str) -> None:
     """Serve; then be what a request asks for, in each process that is forked."""
     request = _serve(folder, library)
     if request is None:
-        return
+        leave_at_once()
     if not request.is_for_a_server:
         _run(request, f"{folder}/python")
     kind, *words = request.words
@@ -334,7 +334,9 @@ def main(folder: str, library: str) -> None:
         main(*words)
     else:  # multiprocessing's own, which ends with the session too
         path, *modules = words
-        forkserver.main(request.streams[3], os.dup(0), modules, sys_path=path.split(os.pathsep))
+        with contextlib.suppress(SystemExit):
+            forkserver.main(request.streams[3], os.dup(0), modules, sys_path=path.split(os.pathsep))
+        leave_at_once()
 
 
 def _serve(folder: str, library: str) -> Request | None:
@@ -362,6 +364,11 @@ def _run(request: Request, python: str) -> NoReturn:
     if sys.modules["torch.distributed"].is_initialized():
         sys.exit(status)  # how a rank ends is what some tests are about
     end(status)
+
+
+def leave_at_once() -> NoReturn:
+    """A library that was imported before a fork may wait at the end for threads which only its parent had."""
+    os._exit(0)
 
 
 def end(status: int) -> NoReturn:
