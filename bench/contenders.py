@@ -194,6 +194,13 @@ ALL = (
     Contender(
         "fullshard", "hybrid", partial(fullshard, strategy="hybrid", wire=BF16), "bf16 gradients", nodes=True
     ),
+    *(
+        Contender(
+            "fullshard", f"{strategy}, 8 bits across",
+            partial(fullshard, strategy=strategy, wire=BF16, across=torch.int8), "bf16 gradients", nodes=True,
+        )
+        for strategy in ("zero3", "zero2", "hybrid")
+    ),
     Contender(
         "FSDP2", "keep, fp32 sums",
         partial(fsdp2, reshard=False, param_dtype=BF16, reduce_dtype=torch.float32), "bf16",
