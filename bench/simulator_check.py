@@ -152,14 +152,13 @@ def main() -> None:
     for number in slow_link.ENDINGS:
         signal.signal(number, slow_link.end)
     print(f"{report.machine()}; 2 nodes of {NODE_RANKS} in network namespaces, gloo\n", flush=True)
-    rows: list[list[str]] = []
+    headers = ["link", "engine", "measured ms/step", "predicted ms/step", "predicted / measured"]
     try:
         with two_nodes() as nodes:
             for rate in args.rates:
-                rows += check(rate, nodes, args)
+                print(f"\n{report.markdown(headers, check(rate, nodes, args))}\n", flush=True)
     except Unavailable as error:
         sys.exit(f"This benchmark needs root and iproute2 (ip, tc): {error}.")
-    print(f"\n{report.markdown(['link', 'engine', 'measured ms/step', 'predicted ms/step', 'ratio'], rows)}")
     return None
 
 
