@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections import Counter
@@ -48,7 +49,9 @@ def _train(model: nn.Module, **options: Any) -> Trace:
     rank, kinds = engines.my_rank(), dict(options)
     accumulate, clip = kinds.pop("accumulate", 1), kinds.pop("clip", 0.1)
     kinds["precision"] = _precision(kinds.get("precision", "fp32"))
+    copied = kinds.pop("copied", False)
     engines.shard_blocks(model, **kinds)
+    model = copy.deepcopy(model) if copied else model
     steps = engines.STEPS
     mine = [engines.batch(step, rank) for step in range(steps * accumulate)]
     return reference.train_rank(model, mine, engines.loss_of, reference.adamw, steps, clip, accumulate)
@@ -88,6 +91,9 @@ FP32: list[dict[str, Any]] = [
     {"strategy": "zero3", "keep_full": 0, "keep_node": 2000},
     {"strategy": "zero3", "keep_node": "all", "prefetch": False, "keep_full": 0},
     {"strategy": "zero3", "prefetch": False},
+    {"strategy": "zero3", "offload": "host"},
+    {"strategy": "zero3", "offload": "host", "keep_full": 0, "keep_node": "all"},
+    {"strategy": "zero3", "copied": True},
     {"strategy": "zero3", "checkpoint_activations": True},
     {"strategy": "zero3", "reduce": "scatter"},
     # Clipping adds up norms of shards, and these are others with hybrid.
