@@ -266,7 +266,12 @@ class FlightRecorder:
 
     def places(self) -> list[Place | None]:
         """Where every rank is; None for one on another host, not started, or with an unreadable file."""
-        return [self._place(rank) for rank in range(self.ranks)]
+        here = self._here()
+        return [self._place(rank) if rank in here else None for rank in range(self.ranks)]
+
+    def _here(self) -> set[int]:
+        """Ranks whose files may be read: those of this host. Most ranks of a large run are on others."""
+        return {*self._peers, *self.folder.ranks()}
 
     def _place(self, rank: int) -> Place | None:
         peer = self._peers.get(rank)
@@ -302,7 +307,7 @@ class FlightRecorder:
         state, found = self._channels[channel], []
         # After the first operation, only files that are open: this runs in every pass, and most ranks of a
         # large run are on other hosts.
-        for rank in list(self._peers) if self._peers_opened else range(self.ranks):
+        for rank in list(self._peers) if self._peers_opened else sorted(self._here()):
             if rank not in state.others or not (rank in self._peers or self._place(rank)):
                 continue
             peer = self._peers[rank]
@@ -333,7 +338,7 @@ class FlightRecorder:
                 f"rank {theirs.rank} began {theirs.operation} where rank {self.rank} began "
                 f"{mine.operation if mine else 'another operation'}"
             )
-        for rank in sorted(self._channels[channel].others):
+        for rank in sorted(self._channels[channel].others & self._here()):
             if reason := self._missing(rank, channel, number):
                 return reason
         return self._mutual_wait(channel, number) or self._elsewhere(channel, number)
@@ -348,7 +353,7 @@ class FlightRecorder:
         me = self._place(self.rank)
         if me is None or not me.waiting or me.since_s < _ELSEWHERE_S:
             return None
-        for rank in sorted(self._channels[channel].others):
+        for rank in sorted(self._channels[channel].others & self._here()):
             place, peer = self._place(rank), self._peers.get(rank)
             entry = peer.entry(channel, number) if peer else None
             if place is None or not place.alive or peer is None or entry is None or entry.number >= number:
