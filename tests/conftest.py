@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import posix
 import sys
@@ -38,8 +39,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # forked, see below: its own processes 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Workers are forked from a process that has imported what tests import, ten seconds of it."""
+    library = "lightning" if importlib.util.find_spec("lightning") else ""
     for spec in specs:
-        spec.python = f"{warm.commands('lightning')}/python"
+        spec.python = f"{warm.commands(library)}/python"
 
 
 # Nothing depends on the speed of the machine.

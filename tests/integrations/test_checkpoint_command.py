@@ -727,7 +727,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, command: str) 
     _large(tmp_path / "large", size)
     more = () if command == "verify" else ("--to", str(tmp_path / "out"), "--dtype", "bf16")
     found = subprocess.run(
-        [f"{warm.commands()}/python", "-c", PEAK, command, str(tmp_path / "large"), *more],
+        [sys.executable, "-c", PEAK, command, str(tmp_path / "large"), *more],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -799,7 +799,10 @@ def test_inspecting_does_not_load_the_simulation(made: Made) -> None:
         "assert codes == [0, 0] and not loaded, (codes, loaded)"
     )
     subprocess.run(
-        [sys.executable, "-c", code, str(made.shared)], check=True, timeout=300, capture_output=True
+        [f"{warm.commands()}/python", "-c", code, str(made.shared)],
+        check=True,
+        timeout=300,
+        capture_output=True,
     )
 
 
