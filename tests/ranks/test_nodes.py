@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
+import time
 from collections import Counter
 from functools import lru_cache, partial
 from typing import Any
@@ -302,3 +304,35 @@ def test_ranks_of_nodes_may_run_out_of_batches(strategy: str) -> None:
     found = reference.combine(ranks.run(_uneven_batches, 4, strategy, init=True))
     expected = Trace([], [], reference.whole_parameters(model))
     reference.assert_close_trace(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def _lagging(strategy: str) -> list[float]:
+    """Blocks of backward take a random time, another one on each rank."""
+    import fullshard as fs
+
+    be_on_nodes([2, 2])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(14)))
+    fs.shard(model, strategy=strategy, merge_units=0, keep_full=0, units=nn.Sequential)
+    lags = random.Random(engines.my_rank())
+    for block in model:
+        block.register_full_backward_hook(lambda *_: time.sleep(lags.choice((0, 0, 0.002, 0.01))))
+    losses = []
+    for step in range(6):
+        torch.manual_seed(10 * step + engines.my_rank())
+        loss = model(torch.randn(4, 32, requires_grad=True)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        model.zero_grad()
+    ranks.end_groups_of_models()
+    return losses
+
+
+def _all_lagging() -> list[list[float]]:
+    return [_lagging(strategy) for strategy in ("hybrid", "zero3", "zero2", "replicate")]
+
+
+@pytest.mark.long
+def test_ranks_that_lag_at_random_do_not_wait_in_a_circle() -> None:
+    for found in ranks.run(_all_lagging, 4, init=True):
+        assert all(losses == found[0] for losses in found)

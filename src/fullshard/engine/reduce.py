@@ -15,8 +15,9 @@ Nobody else sets `p.grad`. A unit's gradients go through these states:
 Sums are made in fp32 in the order of ranks, so every strategy makes the same sum. On several nodes a reduce
 has legs: gradients are exchanged inside each node and summed there; these sums are exchanged between nodes,
 by ranks of equal place, and summed in the order of nodes; with replicas, every node needs every sum, and they
-are gathered back. Each leg is issued in the order of the first ones, in a group of its own, and is waited for
-after the legs before it were issued on this rank for all units: no circle of waits can close.
+are gathered back. Each leg is issued in the order of the first ones, in a group of its own. A leg is waited
+for only where every rank has issued it, or will without waiting for this one (`plan.schedule.host_limit`): no
+circle of waits can close.
 
 On a GPU nothing here waits for the device: `Operation.wait` makes the compute stream wait. A send buffer is
 freed (its storage resized on the compute stream) after that wait; before it the exchange may still read it.
@@ -56,7 +57,7 @@ from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire, Wire
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.options import Options
-from fullshard.plan.schedule import across_limit, in_flight_limit
+from fullshard.plan.schedule import across_limit, host_limit, in_flight_limit
 from fullshard.precision import BLOCK
 
 _PLAIN = PlainWire(torch.float32)  # sums rows of any dtype
@@ -270,10 +271,15 @@ class Reduction:
             self._finish_oldest(Leg.INSIDE)
         for leg in (Leg.ACROSS, Leg.BACK):
             later = self._legs[leg]
-            while later and len(later) >= across_limit(later[0].received.nbytes):
+            while later and len(later) >= self._limit(leg, later[0]):
                 if self.diverges and not later[0].over():
                     return
                 self._finish_oldest(leg)
+
+    def _limit(self, leg: Leg, oldest: InFlight) -> int:
+        if self._comm.watchdog.host_waits:
+            return host_limit(leg.value)
+        return across_limit(oldest.received.nbytes)
 
     def progress(self) -> None:
         """Where the host waits for collectives: issue or sum what follows those that are over."""

@@ -441,3 +441,13 @@ def across_limit(size_bytes: int) -> int:
     Each is that part of an exchange inside the node that one of its ranks sums.
     """
     return 2 if size_bytes > LARGE_BYTES else IN_FLIGHT
+
+
+def host_limit(leg: int) -> int:
+    """The same for leg 1, 2, ... of a reduce where a host issues each leg when the one before it is over.
+
+    A rank that waits for a leg of unit v must not wait for one that another rank has not issued and will not
+    issue before it gets something from this one. That other rank has sent all that this one has sent, and of
+    these at most IN_FLIGHT per leg can be in earlier legs there: with as many later than v here, v is not.
+    """
+    return IN_FLIGHT * leg
