@@ -57,3 +57,11 @@ def test_process_ends_with_the_command(number: signal.Signals) -> None:
     while process.exists():
         assert time.monotonic() < end_s
         time.sleep(0.02)
+
+
+def test_commands_that_are_killed_as_they_end_do_not_end_their_server(tmp_path: Path) -> None:
+    for lag_s in (0.0, 0.005, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12):
+        with subprocess.Popen([f"{warm.commands()}/python", "-c", "pass"]) as started:
+            time.sleep(lag_s)
+            started.kill()
+    assert _run("python -c 'print(1)'", tmp_path).stdout == "1\n"

@@ -254,13 +254,17 @@ class Server:
                     self._answer(selector)
                 elif key.fileobj is self.listener:
                     channel = self.listener.accept()[0]
-                    request = Request.receive(channel)
+                    try:
+                        request = Request.receive(channel)
+                    except (OSError, ValueError, struct.error):  # whoever asked has ended
+                        channel.close()
+                        continue
                     process = os.fork()
                     if process == 0:
                         selector.close()
                         return request
                     request.close()
-                    channel.sendall(NUMBER.pack(process))
+                    _tell(channel, process)
                     if request.is_for_a_server:  # which ends with the session, as this one does
                         channel.close()
                         continue
@@ -280,10 +284,12 @@ class Server:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
-            channel = self.running.pop(process)
+            channel = self.running.pop(process, None)
+            if channel is None:  # a server
+                continue
             if channel in [key.fileobj for key in selector.get_map().values()]:
                 selector.unregister(channel)
-                channel.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                _tell(channel, os.waitstatus_to_exitcode(status))
             channel.close()
 
     def leave(self) -> None:
@@ -292,6 +298,11 @@ class Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for channel in (self.listener, self.ended, self._wake, *self.running.values()):
             channel.close()
+
+
+def _tell(channel: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # whoever asked has ended
+        channel.sendall(NUMBER.pack(number))
 
 
 def become(request: Request, python: str) -> None:
