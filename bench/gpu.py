@@ -105,6 +105,7 @@ Build = Callable[[nn.Module, Subject, Any, Cluster], Step]
 BF16 = torch.bfloat16
 INT8 = {"compute": BF16, "gather": torch.int8, "wire": torch.int8}
 INT8_ACROSS = {"compute": BF16, "across": torch.int8}
+BF16_ACROSS = {"compute": BF16, "across": BF16}
 
 
 def limit(model: nn.Module, what: Subject, batch: Any, cluster: Cluster) -> Step:
@@ -195,7 +196,7 @@ def grid_engines(row: Row) -> dict[str, Build]:
     }
     if row.strategy == "zero3":
         engines |= {
-            "fullshard hybrid": fullshard(strategy="hybrid"),
+            "fullshard hybrid": fullshard(strategy="hybrid", precision=BF16_ACROSS),
             "fullshard hybrid 8 bits across": fullshard(strategy="hybrid", precision=INT8_ACROSS),
         }
     return engines

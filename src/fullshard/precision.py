@@ -130,6 +130,11 @@ class LaneDtypes:
         return self.packed if self.across is None or self.eight_bit_across else self.across
 
     @property
+    def packed_back(self) -> torch.dtype:
+        """Of the sum over nodes on its way back to replicas: not rounded, unless a dtype was chosen."""
+        return self.sum if self.across is None or self.eight_bit_across else self.across
+
+    @property
     def eight_bit_gather(self) -> bool:
         return self.gather == torch.int8 and self.compute != torch.int8
 

@@ -382,8 +382,8 @@ class Reduction:
         return following
 
     def _gather_back(self, flight: InFlight) -> InFlight:
-        """With replicas: this rank's part of the sum over nodes goes to all of them, in the same dtype."""
-        comm, reduction, wire = self._comm, flight.reduction, flight.wire
+        """With replicas: this rank's part of the sum over nodes goes to all of them."""
+        comm, reduction, wire = self._comm, flight.reduction, flight.reduction.back
         group, lane = comm.cross_node_group, reduction.lane
         assert group is not None
         num_elements, device = self._row_elements(lane, wire), lane.home.compute_device
@@ -394,7 +394,7 @@ class Reduction:
         with comm.beside("sums of replicas"):
             if flight.operation is not None:
                 flight.operation.wait()
-            wire.mean(flight.received, flight.divisor, total[0])
+            flight.wire.mean(flight.received, flight.divisor, total[0])
             wire.encode(total, own, residual)
             operation = group.gather(as_bytes(rows), as_bytes(own), self._tag(lane))
             self._mark_read(flight, total)

@@ -18,7 +18,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
-from fullshard.engine.wire import Wire, gradient_wire, gradient_wire_across
+from fullshard.engine.wire import Wire, gradient_wire, gradient_wire_across, gradient_wire_back
 from fullshard.errors import GradientError, unit_label
 from fullshard.plan.layout import Piece
 
@@ -112,9 +112,12 @@ class LaneReduction:
     penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of penalties, by index
     wire: Wire = field(init=False)
     across: Wire = field(init=False)  # between nodes
+    back: Wire = field(init=False)  # from there, with replicas
 
     def __post_init__(self) -> None:
-        self.wire, self.across = gradient_wire(self.lane.dtypes), gradient_wire_across(self.lane.dtypes)
+        dtypes = self.lane.dtypes
+        self.wire, self.across = gradient_wire(dtypes), gradient_wire_across(dtypes)
+        self.back = gradient_wire_back(dtypes)
 
     def residual(self, leg: Leg, values: torch.Tensor) -> torch.Tensor:
         """What 8 bits left out of earlier values of this shape, on this leg."""

@@ -98,3 +98,8 @@ def parameter_wire_across(dtypes: LaneDtypes) -> Wire | None:
 def gradient_wire_across(dtypes: LaneDtypes) -> Wire:
     """Between nodes, for the sums of each."""
     return BlockWire() if dtypes.eight_bit_across else PlainWire(dtypes.packed_across)
+
+
+def gradient_wire_back(dtypes: LaneDtypes) -> Wire:
+    """Of the sum over nodes, on its way back to replicas."""
+    return BlockWire() if dtypes.eight_bit_across else PlainWire(dtypes.packed_back)

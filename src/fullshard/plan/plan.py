@@ -64,6 +64,13 @@ class LanePlan:
         return self.layout.total * self.dtypes.packed_across.itemsize
 
     @property
+    def back_bytes(self) -> int:
+        """With replicas, their sum over nodes on its way back."""
+        if self.dtypes.eight_bit_across:
+            return self.across_bytes
+        return self.layout.total * self.dtypes.packed_back.itemsize
+
+    @property
     def gather_across_bytes(self) -> int:
         """One gather as it is sent between nodes, by all ranks of a node together."""
         if self.dtypes.eight_bit_gather_across:
@@ -166,7 +173,7 @@ class Plan:
             return 0
         if self.strategy == "hybrid":  # gradients only: their sums, and these back from their owners
             lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
-            return round(sum(2 * lane.across_bytes for lane in lanes) * self._across_share)
+            return round(sum(lane.across_bytes + lane.back_bytes for lane in lanes) * self._across_share)
         return round(
             sum(
                 crossings * lane.gather_across_bytes + self._reduced_bytes(lane, lane.across_bytes)

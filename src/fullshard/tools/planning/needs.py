@@ -250,7 +250,8 @@ def _summed_bytes(lane: LanePlan, plan: Plan) -> int:
     """A node's sums of gradients on their way between nodes: sent and received; with replicas, and back."""
     if plan.nodes == 1:
         return 0
-    return (3 if plan.strategy == "hybrid" else 2) * lane.across_bytes // plan.node_ranks
+    back = lane.back_bytes if plan.strategy == "hybrid" else 0
+    return (2 * lane.across_bytes + back) // plan.node_ranks
 
 
 @contextmanager
