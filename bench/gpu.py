@@ -251,12 +251,24 @@ def contest(row: Row, engines: list[str], cluster: Cluster, rounds: int, count: 
     for step in steps.values():
         for _ in range(3):
             step()
-    with_wire = side_by_side(steps, cluster, rounds, count)
+    return with_times(figures, steps, cluster, rounds, count, count)
+
+
+def with_times(
+    figures: dict[str, Figures],
+    steps: dict[str, Step],
+    cluster: Cluster,
+    rounds: int,
+    with_wire: int,
+    without_wire: int,
+) -> dict[str, Figures]:
+    """With seconds per step, of so many steps per round with the wire and without it."""
+    step_s = side_by_side(steps, cluster, rounds, with_wire)
     network, cluster.network = cluster.network, cluster.network.at_once()
-    without = side_by_side(steps, cluster, max(1, rounds // 2), count)
+    without_s = side_by_side(steps, cluster, max(1, rounds // 2), without_wire)
     cluster.network = network
     return {
-        engine: replace(f, step_s=with_wire[engine], without_wire_s=without[engine])
+        engine: replace(f, step_s=step_s[engine], without_wire_s=without_s[engine])
         for engine, f in figures.items()
     }
 
@@ -277,14 +289,8 @@ def grid_contest(row: Row, cluster: Cluster, rounds: int, count: int) -> dict[st
             print(f"{row.title}: {engine}: {type(error).__name__}: {error}", flush=True)
         gc.collect()
     slowest_s = max(figure.wire_s for figure in figures.values())
-    with_wire = side_by_side(steps, cluster, rounds, max(1, min(count, round(1.0 / max(slowest_s, 0.1)))))
-    network, cluster.network = cluster.network, cluster.network.at_once()
-    without = side_by_side(steps, cluster, max(1, rounds // 2), count)
-    cluster.network = network
-    return {
-        engine: replace(f, step_s=with_wire[engine], without_wire_s=without[engine])
-        for engine, f in figures.items()
-    }
+    fewer = max(1, min(count, round(1.0 / max(slowest_s, 0.1))))
+    return with_times(figures, steps, cluster, rounds, fewer, count)
 
 
 def grid_table(row: Row, found: dict[str, Figures]) -> str:

@@ -120,6 +120,10 @@ class LaneDtypes:
         """Between nodes only: inside them, values are sent as they are computed with."""
         return self.gather_across == torch.int8 and not self.eight_bit_gather
 
+    def training_bytes(self, num_elements: int, trains: bool) -> int:
+        """Of elements at rest; where they train, with gradients and Adam's state."""
+        return num_elements * self.rest.itemsize * (4 if trains else 1)
+
     @property
     def eight_bit_across(self) -> bool:
         return self.eight_bit_wire if self.across is None else self.across == torch.int8

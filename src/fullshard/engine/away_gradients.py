@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.cuts import Cut
-from fullshard.engine.gradients import GradShard, Holder, gradients_in
+from fullshard.engine.gradients import GradShard, Holder, await_update, gradients_in
 
 Factor = torch.Tensor | float
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -106,6 +106,7 @@ class AwayGradient(GradShard):
         if isinstance(factor, torch.Tensor):
             factor = factor.detach().to(values.device if values.is_cuda else self.comm.device)
         if not self.source.postpone_factor(self.parameter, factor):
+            await_update()
             self.source.settle()
             self.source.written()
             values.mul_(factor)

@@ -59,6 +59,13 @@ class Holder:
 _SETTLED = Holder()
 
 
+def await_update() -> None:
+    """What computes with gradients from here on begins behind a step that may read them yet."""
+    if Holder.updating is not None:
+        Holder.updating.wait()
+        Holder.updating = None
+
+
 class Step:
     """How many optimizers step, one inside another: there shapes and counts are this rank's, as their
     arithmetic needs them."""
@@ -117,9 +124,7 @@ class GradShard(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if Holder.updating is not None:
-            Holder.updating.wait()
-            Holder.updating = None
+        await_update()
         if Holder.any_postponed:
             _refuse_postponed(func, args, kwargs)
         handler = HANDLERS.get(func)

@@ -203,7 +203,7 @@ class Lane:
     @property
     def training_bytes(self) -> int:
         """At rest, sharded, with gradients and Adam's state."""
-        return self.layout.interval * self.dtypes.rest.itemsize * (4 if any(self.trainable) else 1)
+        return self.dtypes.training_bytes(self.layout.interval, any(self.trainable))
 
     def forget_share(self) -> None:
         """What came from other nodes is not needed any more. A gather in flight frees it when it is over."""

@@ -43,17 +43,20 @@ class LanePlan:
         return self.layout.total * self.dtypes.compute.itemsize
 
     @property
+    def _block_bytes(self) -> int:
+        """All intervals in 8-bit blocks."""
+        return self.layout.ranks * packed_bytes(self.layout.interval)
+
+    @property
     def gather_bytes(self) -> int:
         """One gather, all intervals together."""
-        if self.dtypes.eight_bit_gather:
-            return self.layout.ranks * packed_bytes(self.layout.interval)
-        return self.full_bytes
+        return self._block_bytes if self.dtypes.eight_bit_gather else self.full_bytes
 
     @property
     def wire_bytes(self) -> int:
         """One exchange of gradients."""
         if self.dtypes.eight_bit_wire:
-            return self.layout.ranks * packed_bytes(self.layout.interval)
+            return self._block_bytes
         return self.layout.total * self.dtypes.wire.itemsize
 
     @property
@@ -73,9 +76,7 @@ class LanePlan:
     @property
     def gather_across_bytes(self) -> int:
         """One gather as it is sent between nodes, by all ranks of a node together."""
-        if self.dtypes.eight_bit_gather_across:
-            return self.layout.ranks * packed_bytes(self.layout.interval)
-        return self.gather_bytes
+        return self._block_bytes if self.dtypes.eight_bit_gather_across else self.gather_bytes
 
     def rest_bytes(self, replicated: bool) -> int:
         return (self.layout.total if replicated else self.layout.interval) * self.dtypes.rest.itemsize
@@ -89,7 +90,7 @@ class LanePlan:
     @property
     def training_bytes(self) -> int:
         """At rest, sharded, with gradients and Adam's state."""
-        return self.rest_bytes(replicated=False) * (4 if self.trainable else 1)
+        return self.dtypes.training_bytes(self.layout.interval, self.trainable)
 
 
 @dataclass(frozen=True)
