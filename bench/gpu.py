@@ -36,11 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard as fs
 import report
+from fullshard.planning.network import ACROSS_HOP_S, INSIDE_HOP_S, Link, Network, bandwidth
 from fullshard.tools.simulation import rivals
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.measure import Figures, measure, timed, traffic_of
 from fullshard.tools.simulation.models import Subject, Training, blocks_of, subject
-from fullshard.tools.simulation.network import ACROSS_HOP_S, INSIDE_HOP_S, Link, Network, bandwidth
 from report import bar_plot, machine, markdown
 
 

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.tools.planning.answers import Question, answer
-from fullshard.tools.planning.decoder import Decoder
-from fullshard.tools.planning.needs import Need
-from fullshard.tools.planning.offloading import Request
-from fullshard.tools.planning.sizes import SIZES, Shape
-from fullshard.tools.planning.subjects import Batch, Subject, decoder, hugging_face
+from fullshard.planning.answers import Question, answer
+from fullshard.planning.decoder import Decoder
+from fullshard.planning.needs import Need
+from fullshard.planning.offloading import Request
+from fullshard.planning.sizes import SIZES, Shape
+from fullshard.planning.subjects import Batch, Subject, decoder, hugging_face
 
 CASES = [("zero3", False), ("zero3", True), ("zero2", False), ("replicate", False)]
 
@@ -66,8 +66,8 @@ def cluster(count: int, device: torch.device) -> Iterator[None]:
     if count == 1:
         yield
         return
+    from fullshard.planning.network import Link, Network
     from fullshard.tools.simulation.group import Cluster, joined
-    from fullshard.tools.simulation.network import Link, Network
 
     with joined(Cluster(Network(count, Link(1e12, 1e-6)), device, 0)):
         yield

@@ -32,8 +32,8 @@ import report
 import slow_link
 from contenders import MODELS, Contender, Trainer
 from fullshard.comm.probe import probe
+from fullshard.planning.network import Link, Load, Network, Placement
 from fullshard.tools.simulation.group import Cluster, joined
-from fullshard.tools.simulation.network import Link, Load, Network, Placement
 from namespaces import Node, Unavailable, shape, two_nodes
 
 NODE_RANKS = 2

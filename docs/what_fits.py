@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from fullshard.tools.planning import answers
-from fullshard.tools.planning.answers import Question
-from fullshard.tools.planning.needs import Step
-from fullshard.tools.planning.offloading import Request
-from fullshard.tools.planning.sizes import Shape
-from fullshard.tools.planning.subjects import Batch, decoder
+from fullshard.planning import answers
+from fullshard.planning.answers import Question
+from fullshard.planning.needs import Step
+from fullshard.planning.offloading import Request
+from fullshard.planning.sizes import Shape
+from fullshard.planning.subjects import Batch, decoder
 
 GIB = 2**30
 CARDS, RANKS, HOSTS, DISK = (24, 48, 80), (1, 4, 8), (64, 128, 256, 512, 1024), 4096

@@ -18,6 +18,7 @@ ABOUT = {
     "engine": "one training step",
     "state": "values outside a step",
     "model_libraries": "what models of transformers need",
+    "planning": "memory and time of a step, before it runs",
     "checkpoint": "fs.save, fs.load, foreign formats",
     "api": "fs.shard, fs.full, fs.plan, ...",
     "torch_fsdp": "FSDP1, FSDP2",
@@ -25,7 +26,7 @@ ABOUT = {
     "lightning": "Trainer, Fabric",
     "onnx": "export",
     "training": "fullshard train",
-    "tools": "command line, planner, simulator",
+    "tools": "command line, simulator",
 }
 WIDTH, BOX_HEIGHT, ROW_HEIGHT, MARGIN = 900, 40, 66, 12
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import fullshard as fs
-from fullshard.tools.planning.decoder import Decoder
+from fullshard.planning.decoder import Decoder
 from fullshard.tools.simulation.presets import PRESETS
 
 HERE = Path(__file__).resolve().parent

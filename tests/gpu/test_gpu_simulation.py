@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullshard.tools.simulation.network import Load
+from fullshard.planning.network import Load
 from fullshard.tools.simulation.wire import Intervals, Message
 
 pytestmark = [

@@ -75,8 +75,8 @@ def _watched(said: dict[str, Any], waits: bool, nodes: int) -> str:
     import torch.cuda._sanitizer as sanitizer
 
     import fullshard as fs
+    from fullshard.planning.network import Link, Network
     from fullshard.tools.simulation.group import Cluster, joined
-    from fullshard.tools.simulation.network import Link, Network
 
     sanitizer.enable_cuda_sanitizer()
     network = Network(4, Link(1e12), *((4 // nodes, Link(1e12)) if nodes > 1 else ()))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.option_table import STRATEGIES
+from fullshard.planning.sizes import SIZES
 from fullshard.tools import cli
 from fullshard.tools.cli import app
-from fullshard.tools.planning.sizes import SIZES
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

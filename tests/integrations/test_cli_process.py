@@ -74,7 +74,7 @@ def test_help_loads_no_simulation_training_planning_or_foreign_library() -> None
     code = (
         "import sys; from fullshard.tools import cli; "
         "codes = [cli.main([*c, '--help']) for c in ([], ['plan'])]; "
-        "heavy = ('fullshard.tools.simulation', 'fullshard.training', 'fullshard.tools.planning', "
+        "heavy = ('fullshard.tools.simulation', 'fullshard.training', 'fullshard.planning', "
         "'fullshard.hugging_face', 'transformers', 'accelerate', 'matplotlib', 'yaml', 'torch._dynamo'); "
         "loaded = [name for name in sys.modules if name.startswith(heavy)]; "
         "assert codes == [0, 0] and not loaded, (codes, loaded)"

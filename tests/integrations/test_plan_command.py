@@ -19,13 +19,13 @@ import fullshard as fs
 import ranks
 from fullshard import extras
 from fullshard.errors import OptionError
+from fullshard.planning import sizes, subjects, tracing
+from fullshard.planning.adapters import Adapters
+from fullshard.planning.answers import Answer, Question, answer
+from fullshard.planning.decoder import Decoder
+from fullshard.planning.needs import OPTIMIZERS
+from fullshard.planning.subjects import Batch, Subject, find
 from fullshard.tools import cli
-from fullshard.tools.planning import sizes, subjects, tracing
-from fullshard.tools.planning.adapters import Adapters
-from fullshard.tools.planning.answers import Answer, Question, answer
-from fullshard.tools.planning.decoder import Decoder
-from fullshard.tools.planning.needs import OPTIMIZERS
-from fullshard.tools.planning.subjects import Batch, Subject, find
 
 GIB = 2**30
 PUBLISHED = {  # parameters, as the models' own pages count them
@@ -388,8 +388,8 @@ def test_hybrid_is_counted_by_the_ranks_of_a_node() -> None:
 
 
 def test_hybrid_sends_between_nodes_what_a_simulated_cluster_sends() -> None:
+    from fullshard.planning.network import Link, Network
     from fullshard.tools.simulation.models import decoder
-    from fullshard.tools.simulation.network import Link, Network
     from fullshard.tools.simulation.run import Scenario, simulate
 
     shape = replace(RUN, layers=2)
@@ -410,8 +410,8 @@ def test_hybrid_sends_between_nodes_what_a_simulated_cluster_sends() -> None:
 
 
 def test_tied_head_is_sent_as_often_as_a_simulated_cluster_sends_it() -> None:
+    from fullshard.planning.network import Link, Network
     from fullshard.tools.simulation.models import decoder
-    from fullshard.tools.simulation.network import Link, Network
     from fullshard.tools.simulation.run import Scenario, simulate
 
     # Called at both ends of a pass: kept to its second call, and from there to backward.

@@ -13,7 +13,7 @@ import fullshard as fs
 from fullshard.byte_sizes import parse_size
 from fullshard.offload import Offload
 from fullshard.plan.homes import SLAB_SETS
-from fullshard.tools.planning.subjects import Batch, find
+from fullshard.planning.subjects import Batch, find
 
 SMALL = ("gpt2-medium", "--sequence", "64", "--ranks", "2", "--strategy", "zero3")
 PARAMETERS = 354_823_168

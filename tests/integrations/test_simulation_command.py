@@ -17,10 +17,10 @@ import torch
 
 import ranks
 import warm
+from fullshard.planning.network import Link, Network
 from fullshard.tools import cli
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.models import decoder
-from fullshard.tools.simulation.network import Link, Network
 from fullshard.tools.simulation.presets import gpt
 from fullshard.tools.simulation.run import Result, Scenario, build
 from fullshard.tools.simulation.timeline import ROOT, ROWS, Timeline, trace

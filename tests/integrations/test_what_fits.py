@@ -11,7 +11,7 @@ import documents
 from fullshard.engine.transfers import HELD
 from fullshard.offload import Offload
 from fullshard.plan.homes import AUTO_SHARE, SLAB_SETS
-from fullshard.tools.planning.transfers import Rates
+from fullshard.planning.transfers import Rates
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.tools.planning.decoder import Decoder
-from fullshard.tools.planning.sizes import SIZES
+from fullshard.planning.decoder import Decoder
+from fullshard.planning.sizes import SIZES
 from fullshard.tools.simulation.presets import PRESETS
 
 SHAPES = {**SIZES, **PRESETS}

@@ -46,14 +46,26 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"base", "plan", "comm"},
     "state": {"base", "plan", "comm", "engine"},
     "model_libraries": {"base", "engine"},
-    "api": {"base", "plan", "comm", "engine", "state", "checkpoint", "model_libraries"},
+    "planning": {"base", "plan", "comm", "engine"},
+    "api": {"base", "plan", "comm", "engine", "state", "checkpoint", "model_libraries", "planning"},
     "checkpoint": {"base", "plan", "comm", "engine", "state"},
     "torch_fsdp": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
     "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint", "model_libraries"},
     "lightning": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
     "onnx": {"base", "comm", "engine", "state", "api", "checkpoint"},
     "training": {"base", "plan", "comm", "engine", "api", "checkpoint"},
-    "tools": {"base", "plan", "comm", "engine", "api", "checkpoint", "hugging_face", "onnx", "training"},
+    "tools": {
+        "base",
+        "plan",
+        "comm",
+        "engine",
+        "planning",
+        "api",
+        "checkpoint",
+        "hugging_face",
+        "onnx",
+        "training",
+    },
 }
 
 

@@ -16,8 +16,8 @@ from fullshard.options import parse
 from fullshard.plan.plan import plan_of
 from fullshard.plan.schedule import Call, Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import find_units
-from fullshard.tools.planning.needs import Step
-from fullshard.tools.planning.tracing import trace
+from fullshard.planning.needs import Step
+from fullshard.planning.tracing import trace
 
 WIDTH = 16
 

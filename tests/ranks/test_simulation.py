@@ -21,10 +21,10 @@ import ranks
 import warm
 from fullshard import api
 from fullshard.errors import OptionError
+from fullshard.planning.network import Link, Network, bandwidth, duration
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.measure import measure
 from fullshard.tools.simulation.models import decoder
-from fullshard.tools.simulation.network import Link, Network, bandwidth, duration
 from fullshard.tools.simulation.presets import PRESETS, describe, gpt
 from fullshard.tools.simulation.run import Scenario, build
 from fullshard.tools.simulation.wire import HostWire, Message
@@ -399,7 +399,7 @@ import torch
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.models import decoder
 from fullshard.tools.simulation.presets import gpt
-from fullshard.tools.simulation.network import Link, Network
+from fullshard.planning.network import Link, Network
 from fullshard.tools.simulation.run import Scenario, build
 from fullshard.tools.simulation.wire import HostWire, Message
 imported = time.process_time()
@@ -429,8 +429,8 @@ def _sent_and_planned(said: dict[str, Any]) -> tuple[float, int]:
     from torch.distributed.device_mesh import init_device_mesh
 
     import fullshard as fs
-    from fullshard.tools.planning.decoder import Decoder
-    from fullshard.tools.planning.sizes import Shape
+    from fullshard.planning.decoder import Decoder
+    from fullshard.planning.sizes import Shape
     from fullshard.tools.simulation.group import Cluster, joined
 
     torch.manual_seed(0)

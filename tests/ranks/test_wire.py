@@ -9,7 +9,7 @@ from torch import nn
 import engines
 import ranks
 import tables
-from fullshard.tools.planning.decoder import Decoder
+from fullshard.planning.decoder import Decoder
 from fullshard.tools.simulation.presets import gpt
 
 INT8 = {

@@ -29,12 +29,12 @@ from fullshard.tools.cli.values import one_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fullshard.tools.planning.adapters import Adapters
-    from fullshard.tools.planning.answers import Answer
-    from fullshard.tools.planning.needs import Need
-    from fullshard.tools.planning.offloading import Request
-    from fullshard.tools.planning.subjects import Subject
-    from fullshard.tools.planning.transfers import Transfers
+    from fullshard.planning.adapters import Adapters
+    from fullshard.planning.answers import Answer
+    from fullshard.planning.needs import Need
+    from fullshard.planning.offloading import Request
+    from fullshard.planning.subjects import Subject
+    from fullshard.planning.transfers import Transfers
 
 
 def _plan(
@@ -173,7 +173,7 @@ def _plan(
         return _list(json)
     if model is None:
         raise OptionError("no model was given", "Pass one; fullshard plan --list shows the sizes.")
-    from fullshard.tools.planning.answers import Question, answer
+    from fullshard.planning.answers import Question, answer
 
     remedy = "Write it as 24GiB or 80GB."
     question = Question(
@@ -198,7 +198,7 @@ def _plan(
 
 
 def _adapters(rank: int | None, targets: str | None, base_dtype: str, given: bool) -> Adapters | None:
-    from fullshard.tools.planning.adapters import ALL, Adapters
+    from fullshard.planning.adapters import ALL, Adapters
 
     if rank is not None:
         return Adapters(rank, targets or ALL, base_dtype)
@@ -215,9 +215,9 @@ def _offload(
     links: tuple[str | None, str | None],
     flops: str | None,
 ) -> Request | None:
-    from fullshard.tools.planning.offloading import Request
-    from fullshard.tools.planning.transfers import Rates
-    from fullshard.tools.simulation.network import bandwidth, flop_rate
+    from fullshard.planning.network import bandwidth, flop_rate
+    from fullshard.planning.offloading import Request
+    from fullshard.planning.transfers import Rates
 
     if how is None and host is None:
         given = {"--disk": disk, "--host-link": links[0], "--disk-link": links[1], "--flops": flops}
@@ -249,7 +249,7 @@ def _strategies(names: list[str] | None, node_ranks: int | None) -> tuple[str, .
 
 
 def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
-    from fullshard.tools.planning.subjects import META, Batch, Subject, find
+    from fullshard.planning.subjects import META, Batch, Subject, find
 
     if ":" not in name:
         return find(name, Batch(1 if batch is None else batch, sequence))
@@ -273,13 +273,13 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
 
 
 def _sizes() -> list[str]:
-    from fullshard.tools.planning.sizes import SIZES
+    from fullshard.planning.sizes import SIZES
 
     return list(SIZES)
 
 
 def _list(json: bool) -> int:
-    from fullshard.tools.planning.sizes import SIZES
+    from fullshard.planning.sizes import SIZES
 
     counts = {name: shape.num_parameters for name, shape in SIZES.items()}
     if json:
@@ -308,7 +308,7 @@ def _row(result: Answer, one: Need) -> tuple[str, ...]:
 
 
 def _fits(result: Answer, one: Need) -> str:
-    from fullshard.tools.planning.offloading import shortage
+    from fullshard.planning.offloading import shortage
 
     if result.fits(one):
         return "yes"
@@ -378,7 +378,7 @@ def _in_host(result: Answer) -> str:
 
 def _print_homes(result: Answer, request: Request) -> None:
     """Where values rest with the best strategy, what a step moves, and how long that takes."""
-    from fullshard.tools.planning.offloading import as_option
+    from fullshard.planning.offloading import as_option
 
     one = result.best or next((one for one in result.needs if one.strategy == "zero3"), result.needs[-1])
     ranks = result.question.host_ranks
@@ -410,7 +410,7 @@ def _home_rows(one: Need, request: Request) -> list[tuple[str, ...]]:
 
 
 def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None:
-    from fullshard.tools.planning.offloading import ASSUMED_FLOPS
+    from fullshard.planning.offloading import ASSUMED_FLOPS
 
     rates, ranks = request.rates, result.question.host_ranks
     pass_s, step_s = moved.pass_s(rates, ranks), moved.step_s(rates, ranks)

@@ -36,7 +36,7 @@ from fullshard.tools.cli.values import choice, one_of
 if TYPE_CHECKING:
     import torch
 
-    from fullshard.tools.simulation.network import Network
+    from fullshard.planning.network import Network
     from fullshard.tools.simulation.run import Result, Scenario
     from fullshard.tools.simulation.timeline import Timeline
 
@@ -56,7 +56,7 @@ class _Cluster:
     rings: bool
 
     def network(self) -> Network:
-        from fullshard.tools.simulation.network import Link, Network, bandwidth, duration
+        from fullshard.planning.network import Link, Network, bandwidth, duration
 
         link, inside = Link(bandwidth(self.link), duration(self.latency)), None
         if self.inside is not None:
@@ -234,8 +234,8 @@ def _simulate(
         return _list()
     if model is None:
         raise OptionError("no model was given", "Pass one; fullshard simulate --list shows the presets.")
+    from fullshard.planning.network import bandwidth
     from fullshard.tools.simulation.models import subject
-    from fullshard.tools.simulation.network import bandwidth
     from fullshard.tools.simulation.run import Scenario
 
     where = _device(device)

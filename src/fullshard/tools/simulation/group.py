@@ -16,8 +16,8 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore, ProcessGroup, ReduceOp
 
 from fullshard.errors import OptionError, StateError, report_errors_as
+from fullshard.planning.network import Load, Network
 from fullshard.tools.simulation.cuda_wire import CudaWire
-from fullshard.tools.simulation.network import Load, Network
 from fullshard.tools.simulation.wire import HostWire, Message, deliver
 
 BACKEND = "simulated"

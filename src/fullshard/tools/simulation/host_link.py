@@ -14,7 +14,7 @@ import torch
 
 from fullshard.errors import OptionError
 from fullshard.plan.plan import Plan
-from fullshard.tools.planning.transfers import Rates, Transfers, transfers_of
+from fullshard.planning.transfers import Rates, Transfers, transfers_of
 from fullshard.tools.simulation.wire import event
 
 _TRIES = 3

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fullshard.errors import OptionError
 from fullshard.options import parse
 from fullshard.plan.units import find_units
-from fullshard.tools.planning.decoder import Decoder, initialize
-from fullshard.tools.planning.sizes import Shape
+from fullshard.planning.decoder import Decoder, initialize
+from fullshard.planning.sizes import Shape
 from fullshard.tools.simulation.presets import PRESETS, describe
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fullshard.tools.planning.sizes import Shape, gpt2
+from fullshard.planning.sizes import Shape, gpt2
 
 
 def gpt(layers: int, width: int, heads: int, vocabulary: int, context: int = 1024) -> Shape:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import OptionError
+from fullshard.planning.decoder import fill
 from fullshard.precision import Precision
-from fullshard.tools.planning.decoder import fill
 from fullshard.tools.simulation.models import Subject, blocks_of
 
 _RELEASES = {"zero3": True, "hybrid": True, "zero2": False, "zero1": False}

@@ -19,13 +19,13 @@ from fullshard.offload import Offload
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import parse
 from fullshard.plan.plan import Plan
+from fullshard.planning.network import Network
+from fullshard.planning.transfers import Rates
 from fullshard.precision import PRESETS, Precision
-from fullshard.tools.planning.transfers import Rates
 from fullshard.tools.simulation.group import Cluster, joined
 from fullshard.tools.simulation.host_link import LinkFigures, measured_rates, over_link, refuse_faster
 from fullshard.tools.simulation.measure import Figures, measure
 from fullshard.tools.simulation.models import Subject, Training, blocks_of
-from fullshard.tools.simulation.network import Network
 from fullshard.tools.simulation.timeline import Timeline, trace
 
 ENGINES = ("fullshard", "fsdp2")

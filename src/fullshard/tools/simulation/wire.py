@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.tools.simulation.network import Load
+from fullshard.planning.network import Load
 
 LINKS = ("inside", "across")
 

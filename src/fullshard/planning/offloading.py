@@ -9,8 +9,8 @@ from fullshard.byte_sizes import size_option
 from fullshard.errors import OptionError
 from fullshard.offload import PRESETS
 from fullshard.plan.homes import Budget
-from fullshard.tools.planning.needs import Need
-from fullshard.tools.planning.transfers import Rates
+from fullshard.planning.needs import Need
+from fullshard.planning.transfers import Rates
 
 Needed = Callable[[Budget], Need]  # the memory that a strategy needs under a budget
 ASSUMED_FLOPS = 100e12  # per second and device, where none is given: what a card of 24 GB reaches

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.tools.planning.sizes import Shape
+from fullshard.planning.sizes import Shape
 
 
 class RMSNorm(nn.Module):

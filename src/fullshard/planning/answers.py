@@ -16,11 +16,11 @@ from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
 from fullshard.plan.units import find_units
-from fullshard.tools.planning.adapters import Adapters
-from fullshard.tools.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
-from fullshard.tools.planning.offloading import Request, placed_need, shortage
-from fullshard.tools.planning.subjects import Subject
-from fullshard.tools.planning.tracing import trace
+from fullshard.planning.adapters import Adapters
+from fullshard.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
+from fullshard.planning.offloading import Request, placed_need, shortage
+from fullshard.planning.subjects import Subject
+from fullshard.planning.tracing import trace
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 SPARE = 0.08  # of the memory: CUDA's context, NCCL's buffers, what the allocator cannot use

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard.errors import FullshardError, OptionError
 from fullshard.extras import need as need_library
-from fullshard.tools.planning.decoder import Decoder
-from fullshard.tools.planning.sizes import SIZES, Shape, known
-from fullshard.tools.planning.tracing import Run
+from fullshard.planning.decoder import Decoder
+from fullshard.planning.sizes import SIZES, Shape, known
+from fullshard.planning.tracing import Run
 
 META = torch.device("meta")
 _OWN_DECODER = "a decoder of these dimensions that computes as transformers does"

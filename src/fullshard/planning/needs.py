@@ -25,8 +25,8 @@ from fullshard.plan.homes import KINDS, STATES, Budget, LaneBytes, Resting, byte
 from fullshard.plan.plan import LanePlan, Plan, plan_of
 from fullshard.plan.schedule import Call, across_limit, in_flight_limit
 from fullshard.plan.units import Unit
-from fullshard.tools.planning.tracing import Trace, direct_weights
-from fullshard.tools.planning.transfers import Transfers, transfers_of
+from fullshard.planning.tracing import Trace, direct_weights
+from fullshard.planning.transfers import Transfers, transfers_of
 
 # Values that an optimizer keeps per element of a parameter, and temporaries of its step per element on a GPU,
 # where torch works on lists of tensors.
