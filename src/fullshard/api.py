@@ -57,6 +57,7 @@ def shard(
     keep_node: int | str | None = None,
     merge_units: int | None = None,
     reduce: str = "auto",
+    optimizer_step: str = "auto",
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -86,6 +87,9 @@ def shard(
         one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
         summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+    optimizer_step: 'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on
+        all of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at tensors
+        one by one.
     """
     given = {name: value for name, value in locals().items() if name != "model"}
     return shard_with(NO_INTEGRATION, model, **given)

@@ -26,6 +26,7 @@ CheckpointActivations = bool | Literal["offload"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
+OPTIMIZER_STEPS = ("auto", "element-wise", "owned", "gathered")
 
 
 @dataclass(frozen=True)
@@ -405,6 +406,25 @@ TABLE: dict[str, Option] = {
                 "reduce='scatter' is a reduce-scatter by the backend; 'exchange' sums in fp32.",
                 *("reduce_scatter", "use_multi_rank_bucket_allreduce"),
             ),
+        ),
+        Option(
+            "optimizer_step",
+            "auto",
+            "'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on all "
+            "of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at "
+            "tensors one by one.",
+            choices=OPTIMIZER_STEPS,
+            other_names=_all(
+                "optimizer_step='auto', the default, runs Muon and others on entire tensors.",
+                *("muon", "layer_wise_optimizer", "matrix_optimizer", "dist_optimizer"),
+            ),
+            other_values={
+                **dict.fromkeys(
+                    ("elementwise", "element_wise", "sharded", "shards", "local"), "element-wise"
+                ),
+                **dict.fromkeys(("owner", "layer_wise", "layerwise", "matrix"), "owned"),
+                **dict.fromkeys(("replicated", "full", "global", "gather"), "gathered"),
+            },
         ),
     )
 }

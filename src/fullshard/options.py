@@ -48,6 +48,7 @@ class Options:
     keep_node: int | None  # None: within half of what a rank holds anyway, see plan/schedule.py
     merge_units: int | None  # None: by device, see plan/units.py
     reduce: str  # 'auto' until the ranks are known
+    optimizer_step: str
     on_gpu: bool  # the shards will be on a GPU: small means something else there
     nodes: int = 1  # groups of ranks whose sums of gradients are added up once more; 1 until ranks are known
     why_flat: str = ""  # ranks are on several nodes, but messages are those of one level
@@ -104,6 +105,7 @@ class ShardOptions(TypedDict, total=False):
     keep_node: int | str | None
     merge_units: int | None
     reduce: str
+    optimizer_step: str
 
 
 def parse(*, on_gpu: bool = False, integration: Integration | None = None, **given: Any) -> Options:

@@ -118,6 +118,7 @@ class Lane:
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
         self.gradients: LaneGradients | None = None
+        self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `owned_step`
         self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -329,6 +330,9 @@ class Lane:
         tried out, and what was kept is the memory that was ours.
         """
         if not self.assigned:
+            return
+        if self.recover is not None:
+            self.recover()
             return
         self.settle_step()
         values = [local_of(p).detach() for p in self.parameters]

@@ -41,6 +41,7 @@ from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradients import Holder, plainly
 from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
+from fullshard.engine.step_numbers import Numbers, Snapshot
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
@@ -180,7 +181,7 @@ class StreamedStep:
         self._next_slabs = 0
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, _State] = {}
-        self._counted: _Numbers | None = None
+        self._counted: Numbers | None = None
         self._numbers_on_device = False
         self._num_states = 0
         self._begun: Mark | None = None
@@ -200,7 +201,7 @@ class StreamedStep:
         if not self._hidden:
             return
         self._begun = self._transfers.now()  # behind what computed gradients that rest on the device
-        before = _Numbers(self._optimizer)
+        before = Numbers(self._optimizer)
         groups = self._optimizer.param_groups
         self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -220,10 +221,10 @@ class StreamedStep:
         for lane in self._lanes:
             lane.stepped()
         self._states.clear()
-        self._counted = _Numbers(self._optimizer)
+        self._counted = Numbers(self._optimizer)
         before.restore()
 
-    def _run(self, chunks: Sequence[Chunk], before: _Numbers, step: Callable[[], Any]) -> None:
+    def _run(self, chunks: Sequence[Chunk], before: Numbers, step: Callable[[], Any]) -> None:
         """Fetches run ahead of steps by all slab sets but one."""
         fetched: deque[_Staged] = deque()
         for chunk in chunks:
@@ -238,7 +239,7 @@ class StreamedStep:
             self._finish_chunk(fetched.popleft(), before, step)
 
     @contextmanager
-    def _beside(self, before: _Numbers) -> Iterator[None]:
+    def _beside(self, before: Numbers) -> Iterator[None]:
         """Steps in here go on beside computing, where that is wanted and possible."""
         if not self._overlap or before.on_device or self._has_foreign_gradients():
             yield
@@ -254,7 +255,7 @@ class StreamedStep:
         own = {id(view) for gradients in held for view in gradients.views}
         return any(id(gradient) not in own for gradient in self._hidden.values())
 
-    def _run_on_disk(self, before: _Numbers, step: Callable[[], Any]) -> None:
+    def _run_on_disk(self, before: Numbers, step: Callable[[], Any]) -> None:
         """All of it, on all ranks, or nothing."""
         problem: OffloadError | None = None
         try:
@@ -272,7 +273,7 @@ class StreamedStep:
         for home in self._disk:
             home.commit()
 
-    def _undo(self, before: _Numbers) -> None:
+    def _undo(self, before: Numbers) -> None:
         for home in self._disk:
             home.abandon()
         for chunk in self._on_disk:
@@ -346,7 +347,7 @@ class StreamedStep:
                     place.fetch()
             staged.fetched = self._site.mark_inbound()
 
-    def _finish_chunk(self, staged: _Staged, before: _Numbers, step: Callable[[], Any]) -> None:
+    def _finish_chunk(self, staged: _Staged, before: Numbers, step: Callable[[], Any]) -> None:
         before.restore()
         if any(place.is_on_disk for place in staged.places()):
             self._fetch_from_disk(staged)
@@ -567,7 +568,7 @@ class _State:
             if known[name].data_ptr() != place.data_ptr():  # loaded, or made by the constructor
                 place.copy_(known[name])
         self._keys_before = self._keys
-        self._numbers = _Snapshot({k: v for k, v in known.items() if k not in self._keys})
+        self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
         self._is_new = not known
 
     def move_numbers(self, device: torch.device) -> None:
@@ -580,7 +581,7 @@ class _State:
         }
         if moved:
             state.update(moved)
-            self._numbers = _Snapshot({k: v for k, v in state.items() if k not in self._keys})
+            self._numbers = Snapshot({k: v for k, v in state.items() if k not in self._keys})
 
     def show(self, staged: Mapping[_Key, torch.Tensor]) -> None:
         if self._is_new:
@@ -632,41 +633,3 @@ def _is_element_wise(value: Any, shape: torch.Size) -> bool:
 
 def _numel(value: Any) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 1
-
-
-class _Snapshot:
-    """The numbers in a dict, and how to set them back."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._numbers = {k: v for k, v in values.items() if isinstance(v, bool | int | float | complex)}
-        tensors = [v for v in values.values() if isinstance(v, torch.Tensor) and v.dim() == 0]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    @property
-    def on_device(self) -> bool:
-        return any(tensor.device.type != "cpu" for tensor, _ in self._tensors)
-
-    def restore(self, values: dict[str, Any]) -> None:
-        values.update(self._numbers)
-        for tensor, value in self._tensors:
-            with torch.no_grad():
-                tensor.copy_(value)
-
-
-class _Numbers:
-    """What an optimizer counts in its groups and in itself."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        places = [vars(optimizer), *optimizer.param_groups]
-        self._places = [(place, _Snapshot(place), set(place)) for place in places]
-
-    @property
-    def on_device(self) -> bool:
-        """Whether any is, where user code may write or free it while a step still reads it."""
-        return any(snapshot.on_device for _, snapshot, _ in self._places)
-
-    def restore(self) -> None:
-        for place, snapshot, keys in self._places:
-            for key in [k for k in place if k not in keys and isinstance(place[k], bool | int | float)]:
-                del place[key]  # made by the step
-            snapshot.restore(place)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import owner
+from fullshard.engine.optimizers import owned_step, owner
 from fullshard.plan.tensor_parallel import is_cut
+from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
 
 
@@ -27,11 +28,13 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
-    """Where the parameters of an optimizer lie, by identity, without those whose state is replicated."""
+    """Where the parameters of an optimizer lie, by identity, without those whose state is not cut."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
     lanes = [lane for r in runtimes for lane in r.lanes if not lane.replicated or lane.specs]
-    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
+    owned = owned_step(optimizer)
+    entire = {} if owned is None else owned.by_parameter
+    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters) if id(p) not in entire}
 
 
 def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +48,9 @@ def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
                 key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
                 for key, value in state[index].items()
             }
+    owned = owned_step(optimizer)
+    if owned is not None:
+        state = owned_state.to_shards(optimizer, owned, state)
     return {**state_dict, "state": state}
 
 
@@ -64,6 +70,9 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
 
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
     """Of what load_state_dict was given, unsharded values or StateShards, keep this rank's elements."""
+    owned = owned_step(optimizer)
+    if owned is not None:
+        owned_state.to_owners(optimizer, owned)
     places = _places(optimizer)
     numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
     for parameter, state in optimizer.state.items():
