@@ -51,13 +51,13 @@ def shard(
     materialize: Callable[[nn.Module], Any] | None = None,
     device: torch.device | str | int | None = None,
     offload: str | Offload | None = None,
-    state: str = "exact",
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
     keep_node: int | str | None = None,
     merge_units: int | None = None,
     reduce: str = "auto",
+    optimizer_step: str = "auto",
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -76,8 +76,6 @@ def shard(
     offload: 'host' keeps shards, gradients and optimizer state in host memory between their uses; 'optimizer'
         only what the optimizer alone needs: masters and its state; 'auto' what does not fit on the device; or
         an fs.Offload.
-    state: 'exact' keeps an optimizer's state as the optimizer makes it; '8bit' keeps it in 8-bit blocks
-        between steps, about a quarter of its bytes. Parameters stay as they are.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
@@ -89,6 +87,9 @@ def shard(
         one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
         summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+    optimizer_step: 'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on
+        all of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at tensors
+        one by one.
     """
     given = {name: value for name, value in locals().items() if name != "model"}
     return shard_with(NO_INTEGRATION, model, **given)
@@ -222,7 +223,6 @@ def plan(
     keep_node: int | str | None = None,
     merge_units: int | None = None,
     offload: str | Offload | None = None,
-    state: str = "exact",
     node_ranks: int | None = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta.
@@ -248,7 +248,6 @@ def plan(
         keep_node=keep_node,
         merge_units=merge_units,
         offload=offload,
-        state=state,
         on_gpu=device.type == "cuda",
     )
     parallel = tensor_parallel.mesh_of(model)

@@ -26,7 +26,7 @@ CheckpointActivations = bool | Literal["offload"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
-STATE = ("exact", "8bit")
+OPTIMIZER_STEPS = ("auto", "element-wise", "owned", "gathered")
 
 
 @dataclass(frozen=True)
@@ -339,31 +339,6 @@ TABLE: dict[str, Option] = {
             | _all("Write offload=fs.Offload(disk=FOLDER).", "nvme_path", "offload_dir", "offload_folder"),
         ),
         Option(
-            "state",
-            "exact",
-            "'exact' keeps an optimizer's state as the optimizer makes it; '8bit' keeps it in 8-bit blocks "
-            "between steps, about a quarter of its bytes. Parameters stay as they are.",
-            choices=STATE,
-            other_names=_all(
-                "Write state='8bit', with any element-wise optimizer.",
-                *(
-                    "optimizer_state",
-                    "state_dtype",
-                    "optim_bits",
-                    "low_bit_state",
-                    "state_bits",
-                    "optimizer_bits",
-                ),
-                *("quantized_state", "eight_bit_optimizer", "optimizer_state_dtype", "moments"),
-            ),
-            other_values={
-                **dict.fromkeys(
-                    ("8", "8_bit", "int8", "uint8", "eight_bit", "torch.int8", "q8", "true"), "8bit"
-                ),
-                **dict.fromkeys(("32", "fp32", "32bit", "full", "none", "false", "float32"), "exact"),
-            },
-        ),
-        Option(
             "check_gradients",
             False,
             "raise on all ranks when a gradient is not finite, naming rank and parameter.",
@@ -431,6 +406,25 @@ TABLE: dict[str, Option] = {
                 "reduce='scatter' is a reduce-scatter by the backend; 'exchange' sums in fp32.",
                 *("reduce_scatter", "use_multi_rank_bucket_allreduce"),
             ),
+        ),
+        Option(
+            "optimizer_step",
+            "auto",
+            "'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on all "
+            "of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at "
+            "tensors one by one.",
+            choices=OPTIMIZER_STEPS,
+            other_names=_all(
+                "optimizer_step='auto', the default, runs Muon and others on entire tensors.",
+                *("muon", "layer_wise_optimizer", "matrix_optimizer", "dist_optimizer"),
+            ),
+            other_values={
+                **dict.fromkeys(
+                    ("elementwise", "element_wise", "sharded", "shards", "local"), "element-wise"
+                ),
+                **dict.fromkeys(("owner", "layer_wise", "layerwise", "matrix"), "owned"),
+                **dict.fromkeys(("replicated", "full", "global", "gather"), "gathered"),
+            },
         ),
     )
 }

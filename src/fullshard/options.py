@@ -42,13 +42,13 @@ class Options:
     materialize: Callable[[nn.Module], Any] | None
     device: torch.device | None  # None: the model's own
     offload: Offload | None  # which values rest away from the compute device; None: none
-    state: str  # how optimizer state rests
     check_gradients: bool
     prefetch: bool
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
     keep_node: int | None  # None: within half of what a rank holds anyway, see plan/schedule.py
     merge_units: int | None  # None: by device, see plan/units.py
     reduce: str  # 'auto' until the ranks are known
+    optimizer_step: str
     on_gpu: bool  # the shards will be on a GPU: small means something else there
     nodes: int = 1  # groups of ranks whose sums of gradients are added up once more; 1 until ranks are known
     why_flat: str = ""  # ranks are on several nodes, but messages are those of one level
@@ -99,13 +99,13 @@ class ShardOptions(TypedDict, total=False):
     initial: str
     materialize: Callable[[nn.Module], Any] | None
     offload: str | Offload | None
-    state: str
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None
     keep_node: int | str | None
     merge_units: int | None
     reduce: str
+    optimizer_step: str
 
 
 def parse(*, on_gpu: bool = False, integration: Integration | None = None, **given: Any) -> Options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fullshard.engine.wire import PlainWire
 from fullshard.planning.network import Load
 from fullshard.tools.simulation.wire import Intervals, Message
 
@@ -50,3 +51,26 @@ def test_messages_take_turns_on_the_links_that_they_use(multiprocessors: int) ->
 def test_messages_of_one_group_begin_when_the_one_before_has_arrived() -> None:
     first, second = _carried([(INSIDE, "a"), (INSIDE, "a")])
     assert second["inside"][0] >= first["inside"][1] + INSIDE.latency_s - 1e-6
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_gather_in_place_fills_the_rows_of_the_other_ranks(rank: int) -> None:
+    from fullshard.tools.simulation.cuda_wire import CudaWire
+
+    wire = CudaWire(torch.device("cuda"))
+    full = torch.zeros(4, 4096, device="cuda")
+    full[rank] = torch.randn(4096, device="cuda")
+    ticket = wire.carry(Message("gather", Load(0.0, 0.0, 0.0), "group"), full, full[rank], rank)
+    wire.wait(ticket, None)
+    assert torch.equal(full, full[rank].expand(4, -1))
+
+
+def test_sums_in_the_dtype_of_the_wire_are_fp32_sums_rounded_once() -> None:
+    wire = PlainWire(torch.bfloat16)
+    for num_rows in (2, 4, 8):
+        for dtype in (torch.bfloat16, torch.float16):
+            rows = torch.randn(num_rows, 1_000_003, device="cuda", dtype=torch.float32).to(dtype)
+            assert wire.rounds_once(rows, num_rows)
+            narrow = wire.mean(rows, num_rows, torch.empty_like(rows[0]))
+            wide = wire.mean(rows, num_rows, torch.empty_like(rows[0], dtype=torch.float32))
+            assert torch.equal(narrow, wide.to(dtype))

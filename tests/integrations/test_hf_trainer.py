@@ -174,8 +174,7 @@ def _refused(folder: str) -> dict[str, str]:
 
 def test_what_trainer_may_ask_for_and_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     for found in ranks.run(_refused, 2, str(tmp_path), timeout_s=240):
-        assert found["adafactor"].startswith("OptimizerError")
-        assert "Adafactor is not provably element-wise" in found["adafactor"]
+        assert "adafactor" not in found  # it trains: each tensor steps on its owner
         assert "fsdp is 'offload', and fsdp_config has cpu_offload=False" in found["offload and not"]
         assert "fsdp_config has cpu_offload='false'" in found["offload as a word"]
         assert found["full evaluation"].startswith("NotSupported")

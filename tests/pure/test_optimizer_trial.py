@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import optimizer_kinds as kinds
-from fullshard.engine.optimizer_trial import Placed, Verdict, try_on_shards
+from fullshard.engine.optimizer_trial import Placed, Verdict, try_on_shards, try_owned
 
 
 def _model() -> nn.Module:
@@ -56,7 +56,8 @@ NOT_ELEMENT_WISE = {
 @pytest.mark.parametrize("kind", ELEMENT_WISE, ids=lambda kind: kind.__name__)
 def test_element_wise_optimizer_passes(kind: Any) -> None:
     for closure in (False, True):
-        assert _try(kind(_model().parameters(), lr=0.01), closure) == Verdict(None)
+        sums = kind is kinds.ByGradientNorm
+        assert _try(kind(_model().parameters(), lr=0.01), closure) == Verdict(None, sums=sums)
 
 
 @pytest.mark.parametrize("kind", NOT_ELEMENT_WISE, ids=lambda kind: kind.__name__)
@@ -65,6 +66,84 @@ def test_optimizer_that_mixes_elements_is_found_out_with_the_reason(kind: Any) -
     finding = _try(kind(_model().parameters(), lr=0.01), closure=kind is torch.optim.LBFGS).finding
     assert finding is not None
     assert parts[-1] in finding
+
+
+class ByCalls(kinds.ByParameterNorm):
+    """Counts in a list, which a step in several calls does not set back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.counts = [getattr(self, "counts", [0])[0] + 1]
+        return super().step(closure)
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return super().update(p, kept, group, state) / (1 + self.counts[0])
+
+
+class DecayingAll(kinds.ByParameterNorm):
+    """Also changes parameters without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return loss
+
+
+class CountingUsed(kinds.ByParameterNorm):
+    """Counts in its group, if any of its parameters has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["used"] = group.get("used", 0) + any(p.grad is not None for p in group["params"])
+        return super().step(closure)
+
+
+class NeedsGradients(kinds.ByParameterNorm):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"] if p.grad is not None])
+        return super().step(closure)
+
+
+def _try_owned(optimizer: torch.optim.Optimizer, closure: bool = False) -> Verdict:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return try_owned(optimizer, _placed(held), closure)
+
+
+BY_TENSOR = [
+    kinds.ByParameterNorm, kinds.ByUpdateNorm, kinds.ByGradientNorm, kinds.Late, kinds.LateInSteps,
+    kinds.ByRow, kinds.ByShape, kinds.RarelyClipped, kinds.Lamb, kinds.Shampoo, torch.optim.Adafactor,
+]  # fmt: skip
+ACROSS_TENSORS = {
+    kinds.BySumOverAll: "when others have no gradient",
+    kinds.Noisy: "random numbers",
+    DecayingAll: "changes parameters that have no gradient",
+    CountingUsed: "keeps a number",
+    NeedsGradients: "without a parameter of its own it raises",
+    torch.optim.LBFGS: "",
+}
+
+
+@pytest.mark.parametrize("kind", BY_TENSOR, ids=lambda kind: kind.__name__)
+def test_optimizer_that_looks_at_tensors_one_by_one_is_right_on_their_owners(kind: Any) -> None:
+    assert _try_owned(kind(_model().parameters(), lr=0.01)) == Verdict(None, bucketed=True)
+    assert _try_owned(kind(_model().parameters(), lr=0.01), closure=True) == Verdict(None)
+
+
+@pytest.mark.parametrize("kind", ACROSS_TENSORS, ids=lambda kind: kind.__name__)
+def test_optimizer_that_looks_at_others_than_its_own_tensor_is_found_out(kind: Any) -> None:
+    verdict = _try_owned(kind(_model().parameters(), lr=0.01), closure=kind is torch.optim.LBFGS)
+    assert ACROSS_TENSORS[kind] in (verdict.finding or "")
+    assert verdict.finding is not None
+    assert verdict.random == (kind is kinds.Noisy)
+
+
+def test_optimizer_that_counts_its_calls_unseen_is_called_once_per_step() -> None:
+    assert _try_owned(ByCalls(_model().parameters())) == Verdict(None, bucketed=False)
 
 
 def test_optimizer_with_a_kernel_of_its_own_passes_with_plain_gradients() -> None:

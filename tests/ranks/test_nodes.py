@@ -168,11 +168,12 @@ def _crossings(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     be_on_nodes([2, 2])
     found = []
     for case in cases:
-        model = engines.shard_blocks(engines.build(), **case)
+        accumulate, options = case.get("accumulate", 1), {k: v for k, v in case.items() if k != "accumulate"}
+        model = engines.shard_blocks(engines.build(), **options)
         recorder, sent = model._fullshard.comm.recorder, Counter[str]()
         recorder.begin = partial(_count, recorder.begin, sent)
-        mine = [engines.batch(step, engines.my_rank()) for step in range(3)]
-        reference.train_rank(model, mine, engines.loss_of, reference.adamw, 3)
+        mine = [engines.batch(step, engines.my_rank()) for step in range(3 * accumulate)]
+        reference.train_rank(model, mine, engines.loss_of, reference.adamw, 3, None, accumulate)
         kept = sum(p.numel() for p in model.parameters())
         plan = fs.plan(model)
         found.append({"sent": sent, "kept": kept, "units": len(plan.units), "text": str(plan)})
@@ -186,22 +187,25 @@ def test_what_a_rank_keeps_for_backward_is_not_gathered_between_nodes_again() ->
         {"keep_full": 0, "keep_node": "all"},
         {"keep_full": 0, "keep_node": 0},
         {"strategy": "zero2"},
+        {"keep_full": 0, "keep_node": "all", "accumulate": 3},
+        {"keep_full": 0, "keep_node": 0, "accumulate": 3},
     ]
     found = ranks.run(_crossings, 4, cases, init=True)
     whole = sum(p.numel() for p in engines.build().parameters())
     for case, *by_rank in zip(cases, *found, strict=True):
         assert sum(rank["kept"] for rank in by_rank) == whole, "each element is on one rank"
         for rank in by_rank:
-            units, sent = rank["units"], rank["sent"]
+            units, sent, passes = rank["units"], rank["sent"], case.get("accumulate", 1)
             again = units - 1 if case.get("keep_full") == 0 else 0  # the root stays full
-            assert sent["gather across, forward"] == sent["gather, forward"] == units
-            assert sent.get("gather, backward", 0) == again
-            crossed = 0 if case.get("keep_node") == "all" else again
-            assert sent.get("gather across, backward", 0) == crossed
-            assert rank["crossings"] == units + crossed
+            kept = again if case.get("keep_node") == "all" else 0  # from forward to backward, and to the next
+            assert sent["gather, forward"] == passes * units
+            assert sent["gather across, forward"] == units + (passes - 1) * (units - kept)
+            assert sent.get("gather, backward", 0) == passes * again
+            assert sent.get("gather across, backward", 0) == passes * (again - kept)
+            assert rank["crossings"] == units + again - kept
             assert ("node copy" in rank["text"]) == (case.get("keep_node") == "all")
             assert "on 2 nodes" in rank["text"]
-            assert sent["reduce across, backward"] == units
+            assert sent["reduce across, backward"] == passes * units
 
 
 class _Skipping(engines.Net):

@@ -258,8 +258,8 @@ def _refused(what: str) -> tuple[str, str, str]:
         optimizer = early
         _steps(model, optimizer, range(1))
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 7))]})
-    elif what == "subclass of Adafactor":
-        optimizer = type("Mine", (torch.optim.Adafactor,), {})(model.parameters())
+    elif what == "sum over all":
+        optimizer = kinds.BySumOverAll(model.parameters())
     else:
         optimizer = early
     before = [p.detach().clone() for p in model.parameters()]
@@ -283,7 +283,7 @@ def _refused(what: str) -> tuple[str, str, str]:
 REFUSED = {
     "foreign": ("OptimizerError", "(3,)", "model.parameters()"),
     "added group": ("OptimizerError", "(2, 7)", "model.parameters()"),
-    "subclass of Adafactor": ("OptimizerError", "Adafactor", "replicate"),
+    "sum over all": ("OptimizerError", "BySumOverAll", "optimizer_step='gathered'"),
     "inside full": ("StateError", "inside fs.full", "fs.full"),
     "postponed": ("StateError", "postponed", "fs.accumulate"),
 }
@@ -345,11 +345,15 @@ OWN: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "a wrapper without hooks": lambda ps: kinds.Wrapper(torch.optim.AdamW(ps, lr=0.01, eps=1e-4), False),
     "a subclass of AdamW": lambda ps: type("Mine", (torch.optim.AdamW,), {})(ps, lr=0.01, eps=1e-4),
     "declared": lambda ps: type("Mine", (kinds.RarelyClipped,), {"fullshard_step": "element-wise"})(ps),
+    "by the norm of a parameter": kinds.ByParameterNorm,
+    "late": kinds.Late,
+    "declared as owned": lambda ps: type("Mine", (kinds.ByRow,), {"fullshard_step": "owned"})(ps),
+    "declared as gathered": lambda ps: type("Mine", (kinds.BySumOverAll,), {"fullshard_step": "gathered"})(
+        ps
+    ),
 }
 WRONG: dict[str, tuple[Callable[[Parameters], torch.optim.Optimizer], str]] = {
-    "by the norm of a parameter": (kinds.ByParameterNorm, "the norm of a parameter over its entire tensor"),
     "by a sum over all": (kinds.BySumOverAll, "the sum of"),
-    "late": (kinds.Late, "the norm of a parameter"),
     "random": (kinds.Noisy, "random numbers"),
     "a wrapper without hooks": (lambda ps: kinds.Wrapper(torch.optim.AdamW(ps), True), "Wrapper"),
     "a wrong declaration": (
@@ -363,7 +367,7 @@ def _train_own() -> dict[str, Outcome]:
     return {name: cases.on_a_rank(Case(optimizer=make)) for name, make in OWN.items()}
 
 
-def test_element_wise_optimizer_of_ones_own_trains_as_in_one_process() -> None:
+def test_optimizer_of_ones_own_trains_as_in_one_process() -> None:
     outcomes = ranks.run(_train_own, 2)
     with torch.compiler.set_stance("force_eager"):  # the reference need not be compiled
         for name, make in OWN.items():
@@ -391,7 +395,7 @@ def _refuse_wrong() -> dict[str, tuple[str, str, str]]:
     return refused
 
 
-def test_optimizer_that_is_not_provably_element_wise_is_refused_with_the_reason_on_all_ranks() -> None:
+def test_optimizer_that_is_provably_right_in_no_mode_is_refused_with_the_reason_on_all_ranks() -> None:
     first, second = ranks.run(_refuse_wrong, 2)
     for name, (_, part) in WRONG.items():
         assert first[name][0] == "OptimizerError"

@@ -215,3 +215,96 @@ class Wrapper(torch.optim.Optimizer):
                 if p.grad is not None:
                     p.grad.mul_(1 / (p.norm() + 1) if self.normalised else 0.5)
         return self.optimizer.step(closure)
+
+
+# ---- by entire tensors, each by itself, in the shape in which they are well known
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's update, scaled by a trust ratio per tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                first, second = group["betas"]
+                state["exp_avg"].lerp_(p.grad, 1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                update = state["exp_avg"] / (1 - first ** group["step"])
+                update /= (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt() + 1e-6
+                update += group["weight_decay"] * p
+                norm, ratio = p.norm(), update.norm()
+                trust = torch.where((norm > 0) & (ratio > 0), norm / ratio, torch.ones_like(norm))
+                p.sub_(group["lr"] * trust * update)
+        return loss
+
+
+class Shampoo(Plain):
+    """A preconditioner per axis, in a list."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        if p.dim() == 0:
+            return kept
+        if "sides" not in state:
+            state["sides"] = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+        out = kept
+        for side in state["sides"]:
+            flat = out.reshape(len(side), -1)
+            side.add_(flat @ flat.T)
+            values, vectors = torch.linalg.eigh(side)
+            root = vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+            out = (root @ flat).view(out.shape).movedim(0, -1)
+        return out
+
+
+class MixedMuon(torch.optim.Optimizer):
+    """Newton-Schulz for groups with `use_muon`, Adam for the others, in one class."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        matrices = [p for p in params if p.dim() >= 2]
+        others = [p for p in params if p.dim() < 2]
+        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        super().__init__(groups, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if group["use_muon"]:
+                    kept = state.setdefault("momentum_buffer", torch.zeros_like(p))
+                    kept.lerp_(p.grad, 0.05)
+                    p.add_(
+                        _newton_schulz(p.grad.lerp(kept, 0.95).flatten(1)).view(p.shape), alpha=-group["lr"]
+                    )
+                else:
+                    state["step"] = state.get("step", 0) + 1
+                    kept = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    squares = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                    squares.lerp_(p.grad.square(), 0.05)
+                    scale = 1 - 0.95 ** state["step"]
+                    p.addcdiv_(kept, (squares / scale).sqrt() + 1e-8, value=-group["lr"])
+
+
+def _newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    x = matrix.bfloat16()
+    if len(x) > x.shape[1]:
+        return _newton_schulz(matrix.T).T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        products = x @ x.T
+        x = 3.4445 * x + (-4.7750 * products + 2.0315 * products @ products) @ x
+    return x.to(matrix.dtype)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.engine.block_state import decoded
 from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.runtime import Runtime
@@ -117,8 +116,6 @@ def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """The value as a plain tensor: SGD's momentum begins as a copy of the gradient and keeps its type, and
-    states may rest in 8-bit blocks."""
-    value = decoded(value)
+    """The value as a plain tensor: SGD's momentum begins as a copy of the gradient and keeps its type."""
     with plainly():
         return value.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return,unused-ignore]

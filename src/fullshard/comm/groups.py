@@ -145,6 +145,11 @@ class Comm:
             self.rank, self.ranks, self.replicas = column * len(outer) + row, self.all_ranks, 1
         else:
             self.rank, self.ranks, self.replicas = column, len(inner), len(outer)
+        # The intervals of the ranks among which shards are cut, in the order of their groups.
+        self.intervals = list(range(self.ranks))
+        if self.two_level:
+            flat = [int(r) for r in grid.T.flatten()]  # by interval, the rank that keeps it
+            self.intervals = [flat.index(r) for r in self.members]
         # gloo moves host memory: device tensors are staged through it.
         self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0
@@ -263,6 +268,19 @@ class Comm:
         )
         after = (lambda: flat.copy_(target)) if self.staged else None
         return Operation(self.watchdog, work, "reduce", number, after)
+
+    def exchange_parts(
+        self, received: torch.Tensor, sent: torch.Tensor, sizes: tuple[list[int], list[int]], tag: OpTag
+    ) -> Operation:
+        """Parts of `sent`, one per rank that keeps other shards, in the order of `intervals`, go to these
+        ranks, and theirs arrive in that order. As bytes: `sizes` are those received and those sent."""
+        number = self.begin("reduce", tag)
+        if not self.staged:
+            work = self._small_group.alltoall_base(received, sent, *sizes, _EXCHANGE)
+            return Operation(self.watchdog, work, "reduce", number, None)
+        host = torch.empty(received.shape, dtype=received.dtype)
+        work = self._small_group.alltoall_base(host, sent.cpu(), *sizes, _EXCHANGE)
+        return Operation(self.watchdog, work, "reduce", number, lambda: received.copy_(host))
 
     # ---- once a step
 

@@ -62,6 +62,7 @@ class Gathering:
         self.backward: Pass | None = None
         self.inference: InferenceSession | None = None  # inside fs.inference
         self.keeping = False  # full values stay for the next micro-batch (fs.accumulate)
+        self.keeping_shares = False  # so does what came from other nodes
         self._fresh: set[int] = set()  # gathered in this pass, or kept full and still valid
         self._not_in_backward: frozenset[int] | None = None  # frozen units that no rank's backward needed
         self._began_backward: set[int] = set()
@@ -128,10 +129,11 @@ class Gathering:
         running.crossed = walk.at + CROSS_AHEAD
 
     def _copied(self, unit: LiveUnit) -> bool:
-        """Whether what comes from other nodes in this forward stays for its backward."""
+        """Whether what comes from other nodes in this forward stays for its backward, or longer."""
         running, schedule = self.forward, self.schedule
-        copied = schedule is not None and unit.index in schedule.node_copies
-        return copied and running is not None and running.grads
+        if schedule is None or unit.index not in schedule.node_copies:
+            return False
+        return self.keeping_shares if running is None else running.grads
 
     def leave(self, unit: LiveUnit, hooked: bool) -> None:
         """A unit's forward is over: release it, unless backward or a later call needs it."""
@@ -161,8 +163,10 @@ class Gathering:
     # ---- a forward pass
 
     def begin_pass(self, still_valid: bool) -> None:
-        if not still_valid:
+        if not still_valid or self._options.releases_after_forward:
             self._fresh.clear()
+        if not still_valid:
+            self._forget_shares()
         grads = torch.is_grad_enabled()
         releasing = self._options.releases_after_forward or not grads
         self.forward = Pass(Walk(self.schedule.forward if self.schedule else ()), grads, releasing)
@@ -334,10 +338,16 @@ class Gathering:
             unit.end_backward()
             if not self.keeping:
                 unit.release()
-            unit.forget_share()
+        if not self.keeping_shares:
+            self._forget_shares()
         self._settle_for_profiler()
         self.backward = None
         self._learn_backward()
+
+    def _forget_shares(self) -> None:
+        if self._comm.two_level:
+            for unit in self.units:
+                unit.forget_share()
 
     def _learn_backward(self) -> None:
         """Frozen units that no rank needed in the first backward are left out of the next ones."""

@@ -118,6 +118,7 @@ class Lane:
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
         self.gradients: LaneGradients | None = None
+        self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `owned_step`
         self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -196,11 +197,6 @@ class Lane:
             self._node_share.cross_ahead(tag, again)
 
     @property
-    def streams_steps(self) -> bool:
-        """Whether an optimizer steps on it in chunks: some values are elsewhere, or in another form."""
-        return self.homes.streams_steps or self.dtypes.eight_bit_state
-
-    @property
     def share_bytes(self) -> int:
         """Of this rank's part of what its node holds together; 0 where there is one level."""
         return 0 if self._node_share is None else self._node_share.size_bytes
@@ -260,7 +256,7 @@ class Lane:
 
     def settle_step(self) -> None:
         """The host waits for a step that goes on beside computing: it is about to read what that writes."""
-        if self.streams_steps:
+        if self.homes.streams_steps:
             self.homes.transfers.settle()
 
     def stepped(self) -> None:
@@ -334,6 +330,9 @@ class Lane:
         tried out, and what was kept is the memory that was ours.
         """
         if not self.assigned:
+            return
+        if self.recover is not None:
+            self.recover()
             return
         self.settle_step()
         values = [local_of(p).detach() for p in self.parameters]
@@ -490,6 +489,8 @@ class Lane:
             self.home.put_back(self.rest, own)
             if self.compute_shard is not None:
                 self.compute_shard.master_written()
+            if self._node_share is not None:
+                self._node_share.invalidate()
         self.unsharded = None
         self.show_sharded()
 
@@ -565,8 +566,9 @@ class NodeShare:
     """This rank's part of the values that its node holds together: what a gather between nodes brings, and a
     gather inside the node sends.
 
-    It may come before the full buffer has memory, and may stay from forward to backward, which then gathers
-    inside the node only. Its memory is that of the full value divided by the ranks of a node.
+    It may come before the full buffer has memory, and may stay from forward to backward, and for the next
+    micro-batch: these then gather inside the node only. Its memory is that of the full value divided by
+    the ranks of a node.
     """
 
     def __init__(self, lane: Lane, receive: ReceiveBuffer | None) -> None:
@@ -585,22 +587,22 @@ class NodeShare:
         self._rows = None if across is None else ReceiveBuffer(lane, across, group)
         self._operation: Operation | None = None  # between nodes, not waited for
         self._is_ahead = False  # it was issued for a gather that is to come
-        self._is_kept = False  # values of this pass's forward are here, for its backward
+        self._is_kept = False  # values are here: of this pass's forward, or of the last micro-batch's
         self._keep = False  # what to do when the gather in flight is over
 
     def gather(self, tag: OpTag, again: bool, keep: bool) -> CrossingGather:
         lane, between = self._lane, None
-        if not (self._is_ahead or (again and self._is_kept)):
+        if not (self._is_ahead or self._is_kept):
             self._cross(tag, again)
         if self._rows is not None and self._rows.in_flight:
             between = partial(self._rows.decode, self._values)
-        self._is_ahead, self._keep = False, keep and not again
+        self._is_ahead, self._keep = False, keep
         full = lane.allocated() if self._receive is None else self._receive.allocated()
         operation, self._operation = self._operation, None
         return lane.comm.enter(CrossingGather(lane.comm, operation, full, self._as_bytes, tag, between))
 
     def cross_ahead(self, tag: OpTag, again: bool) -> None:
-        if not (self._is_ahead or (again and self._is_kept)):
+        if not (self._is_ahead or self._is_kept):
             self._lane.wait()  # an interrupted call may have left something in flight that reads this
             self._cross(tag, again)
             self._is_ahead = True

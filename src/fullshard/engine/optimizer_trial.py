@@ -12,6 +12,10 @@ or over a row does shows there, whatever its name:
     sizes       a few parameters at their real size and cut (shortened if they are large), because
                 optimizers that keep states in blocks do so from some size on
 
+What is not element-wise is tried once more, as owners of tensors would run it (`owned_step`): on entire
+tensors, on some of the parameters only, the others without gradients, in several calls per step. If that
+makes the same values, and numbers, it looks at each tensor by itself.
+
 Neither the optimizer nor random number generators are changed. The result is the same on every rank: it
 depends on the optimizer's class, its settings and the layout alone.
 """
@@ -37,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 from fullshard.comm.groups import Comm
 from fullshard.engine.gradients import GradShard
 from fullshard.engine.norms import PartialNorm
+from fullshard.engine.step_numbers import Numbers
 from fullshard.errors import FullshardError
 from fullshard.plan.layout import shard_shape
 
@@ -93,17 +98,25 @@ class _Untried(Exception):
     """The copy does not run at all."""
 
 
+class _Incomparable(Exception):
+    """The copy runs, but its values show nothing."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """`finding` is why an optimizer is not known to be element-wise; None if it is.
 
     `tried` is False if its copy does not run. One with `plain_gradients` is element-wise, but needs plain
-    tensors in place of gradient shards: it hands them to kernels that are not torch's.
+    tensors in place of gradient shards: it hands them to kernels that are not torch's. One that is `bucketed`
+    may be called several times per step, each time for some of its parameters.
     """
 
     finding: str | None
     tried: bool = True
     plain_gradients: bool = False
+    sums: bool = False  # it needs sums over ranks for norms of gradients, which are rounded
+    bucketed: bool = False
+    random: bool = False  # it draws random numbers
 
 
 def try_on_shards(
@@ -121,15 +134,38 @@ def try_on_shards(
                 trial.plain_gradients = True
                 found = trial.finding()
             text = None if found is None else found.text
-            return Verdict(text, plain_gradients=trial.plain_gradients)
+            return Verdict(text, plain_gradients=trial.plain_gradients, sums=trial.sums)
         except _Untried as error:
             return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
+
+
+def try_owned(
+    optimizer: torch.optim.Optimizer,
+    placed: Mapping[int, Placed],
+    closure: bool,
+    modules: Iterable[nn.Module] = (),
+) -> Verdict:
+    """Try a copy as owners of tensors would run it. `finding`: why that is not right."""
+    trial = _Trial(optimizer, placed, closure, list(modules))
+    with _undisturbed(optimizer), _without_compilation():
+        try:
+            found = None if closure else trial.of_owners(bucketed=True)
+            if found is None and not closure:
+                return Verdict(None, bucketed=True)
+            found = trial.of_owners(bucketed=False)
+            text = None if found is None else found.text
+            return Verdict(text, random=found is not None and found.random)
+        except _Untried as error:
+            return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
+        except _Incomparable as error:
+            return Verdict(str(error))
 
 
 @dataclass(frozen=True)
 class _Finding:
     text: str
     raised: bool = False
+    random: bool = False
 
 
 @dataclass
@@ -140,6 +176,7 @@ class _Trial:
     modules: list[nn.Module]
     plain_gradients: bool = False
     compiles: bool = False  # a part of its step, which cannot have gradient shards
+    sums: bool = False  # ranks had to sum
 
     def finding(self) -> _Finding | None:
         """The first difference between one process and shards; None if there is none."""
@@ -151,6 +188,23 @@ class _Trial:
             found = self._compare(_at_real_size(self.optimizer, self.placed), _REAL_STEPS, _REAL_JUMPS)
         return found
 
+    def of_owners(self, bucketed: bool) -> _Finding | None:
+        """The first difference between one process and ranks that step on their own tensors alone."""
+        chosen = _chosen(self.optimizer, self.placed)
+        samples = [_small(p, self.placed, i) for i, p in enumerate(chosen)]
+        course, single, copying, seeds = self._course(samples, _STEPS, _JUMPS)
+        if not torch.equal(seeds, torch.get_rng_state()):
+            text = "it draws random numbers: an owner's are other ones than those of one process"
+            return _Finding(text, random=True)
+        even, odd = (list(range(first, len(samples), 2)) for first in (0, 1))
+        for mine in (even, odd, []):
+            player = _Owner(copying, samples, course, mine, bucketed)
+            player.play()
+            found = _difference_of_owner(course, single, player)
+            if found is not None:
+                return found
+        return None
+
     def _is_right_in_blocks(self, chosen: Sequence[nn.Parameter]) -> bool:
         """Whether it is right as long as no block is cut, and the layout cuts none."""
         if not all(_is_aligned(self.placed[id(p)]) for p in _held(self.optimizer, self.placed)):
@@ -160,6 +214,20 @@ class _Trial:
     def _compare(
         self, samples: Sequence[_Sample], steps: int = _STEPS, jumps: Sequence[int] = _JUMPS
     ) -> _Finding | None:
+        try:
+            course, single, copying, seeds = self._course(samples, steps, jumps)
+        except _Incomparable as error:
+            return _Finding(str(error))
+        self.compiles = self.compiles or single.watch.compiled
+        players = _play_ranks(copying, samples, course, self.plain_gradients)
+        self.sums = self.sums or any(player.exchanges for player in players)
+        random = not torch.equal(seeds, torch.get_rng_state())
+        return _difference(course, single, players, random)
+
+    def _course(
+        self, samples: Sequence[_Sample], steps: int, jumps: Sequence[int]
+    ) -> tuple[_Course, _Player, _Copying, torch.Tensor]:
+        """What the copies are given, what one process makes of it, and the random state before that."""
         for gentle in (False, True):
             course = _Course.of(samples, steps, jumps, self.closure, gentle)
             seeds = torch.get_rng_state()
@@ -167,7 +235,7 @@ class _Trial:
             if all(bool(torch.isfinite(v).all()) for v in single.trace[-1]):
                 break
         else:
-            return _Finding(
+            raise _Incomparable(
                 "its values do not stay finite on synthetic parameters, so nothing can be compared"
             )
         if len(single.trace) < steps:
@@ -176,11 +244,10 @@ class _Trial:
         if steps == _STEPS and all(
             torch.equal(v, p) for v, p in zip(course.values, map(_on_host, single.trace[-1]), strict=True)
         ):
-            return _Finding("it did not change any of the synthetic parameters, so nothing can be compared")
-        self.compiles = self.compiles or single.watch.compiled
-        players = _play_ranks(copying, samples, course, self.plain_gradients)
-        random = not torch.equal(seeds, torch.get_rng_state())
-        return _difference(course, single, players, random)
+            raise _Incomparable(
+                "it did not change any of the synthetic parameters, so nothing can be compared"
+            )
+        return course, single, copying, seeds
 
     def _in_one_process(self, samples: Sequence[_Sample], course: _Course) -> tuple[_Player, _Copying]:
         """Without state, as before the first step, or with the state that the constructor made."""
@@ -451,6 +518,7 @@ class _TrialComm:
     def __init__(self, exchange: _Exchange | None, rank: int) -> None:
         self._exchange, self.rank, self.ranks = exchange, rank, _RANKS
         self.world = self
+        self.exchanges = exchange is not None
         self.needs_others = False
 
     def _all(self, values: torch.Tensor) -> torch.Tensor:
@@ -526,8 +594,13 @@ class _Player:
         self.optimizer = copying(self.parameters)
         self.trace: list[list[torch.Tensor]] = []  # by step: the values, in memory order
         self.numbers: dict[tuple[Any, ...], float] = {}  # that the copy keeps after the course
+        self.settings: dict[tuple[Any, ...], float] = {}  # all that it keeps beside states of parameters
         self.error: Exception | None = None
         self.watch = _Watch(self.parameters)
+
+    @property
+    def exchanges(self) -> bool:
+        return self._comm is not None and self._comm.exchanges
 
     def play(self) -> None:
         """Take all steps of the course. What a step raises is kept."""
@@ -548,6 +621,7 @@ class _Player:
                     self.numbers = {
                         place: value for place, value in now.items() if place not in set(counters)
                     }
+                    self.settings = {place: v for place, v in now.items() if "state" not in place}
                 if number >= steps and (number - steps) % _AFTER_JUMP == 0:
                     _set_numbers(self.optimizer, counters, jumps[(number - steps) // _AFTER_JUMP])
                 self._step(number)
@@ -573,8 +647,14 @@ class _Player:
 
         step(closure)
 
+    def _gradient_of(self, index: int) -> bool:
+        """Whether this one is given."""
+        return True
+
     def _set_gradients(self, number: int) -> None:
         for i, stand_in in enumerate(self.parameters):
+            if not self._gradient_of(i):
+                continue
             noise = self._course.noise[number][i][self._parts[i]].clone().to(stand_in.device, stand_in.dtype)
             order = self._orders[i]
             if order is not None and stand_in.dim():
@@ -586,6 +666,95 @@ class _Player:
             if self._comm is not None and not self._plain:
                 gradient = GradShard.make(gradient, cast(Comm, self._comm))
             stand_in.grad = gradient
+
+
+class _Owner(_Player):
+    """A copy that has entire tensors of some parameters at a time, and shards of the others, as `owned_step`
+    shows them: values in new memory, and no gradients of what it does not own."""
+
+    def __init__(
+        self,
+        copying: _Copying,
+        samples: Sequence[_Sample],
+        course: _Course,
+        mine: Sequence[int],
+        bucketed: bool,
+    ) -> None:
+        super().__init__(copying, samples, course, None)
+        self.mine = list(mine)
+        half = len(self.mine) // 2 if bucketed else 0
+        self._buckets = [b for b in (self.mine[:half], self.mine[half:]) if b] or [[]]
+        self._entire = {i: self.parameters[i].data for i in self.mine}
+        self._shards = [p.data.flatten()[: 1 + p.numel() // 2].clone() for p in self.parameters]
+        self._initial = [shard.clone() for shard in self._shards]
+        self._old: dict[int, torch.Tensor] = {}
+        self._shown: list[int] = []
+        for i in range(len(self.parameters)):
+            self._hide(i)
+
+    def shard(self, index: int) -> torch.Tensor:
+        """What another owner's parameter has held from the start."""
+        return self._initial[index]
+
+    def _hide(self, index: int) -> None:
+        stand_in, shard = self.parameters[index], self._shards[index]
+        stand_in.grad = None
+        stand_in.data = shard.view((len(shard),) + (1,) * (len(self._shape(index)) - 1))
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        entire = self._entire.get(index)
+        return tuple(self.parameters[index].shape if entire is None else entire.shape)
+
+    def _show(self, bucket: Sequence[int]) -> None:
+        for i in bucket:
+            self.parameters[i].data = self._entire[i].clone(memory_format=torch.preserve_format)
+            self.parameters[i].grad = self._old.get(i)
+        self._shown = list(bucket)
+
+    def _return(self) -> None:
+        for i in self._shown:
+            self._entire[i] = self.parameters[i].data
+            self._hide(i)
+        self._shown = []
+
+    def _step(self, number: int) -> None:
+        step, before = _plain_step(self.optimizer), Numbers(self.optimizer)
+        if self._course.closure:
+            self._show(self.mine)
+
+            def closure() -> torch.Tensor:
+                self._return()
+                self._show(self.mine)
+                self._set_gradients(number)
+                return torch.tensor(2.0, device=self.parameters[0].device)
+
+            step(closure)
+            self._return()
+            return
+        for bucket in self._buckets:
+            if bucket is not self._buckets[0]:
+                before.restore()
+            self._show(bucket)
+            self._set_gradients(number)
+            step()
+            self._return()
+
+    def _set_gradients(self, number: int) -> None:
+        super()._set_gradients(number)
+        for i, stand_in in enumerate(self.parameters):
+            if i in self._shown:
+                self._old[i] = cast(torch.Tensor, stand_in.grad)
+            else:
+                stand_in.grad = None
+
+    def _gradient_of(self, index: int) -> bool:
+        return index in self._shown
+
+    def _flat(self, index: int) -> torch.Tensor:
+        if index not in self._entire:
+            return self.parameters[index].detach().flatten().clone()
+        value, order = self._entire[index], self._orders[index]
+        return (value if order is None or value.dim() == 0 else value.permute(order)).flatten().clone()
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -719,6 +888,30 @@ def _difference(course: _Course, single: _Player, players: list[_Player], random
         return _Finding(f"it {done}, and keeps a number that follows from it")
     mixing = next((player.watch.found for player in players if player.watch.found), None)
     return None if mixing is None else _Finding(f"it {mixing}, of which a rank has a part")
+
+
+def _difference_of_owner(course: _Course, single: _Player, owner: _Owner) -> _Finding | None:
+    before = [v.to(t.device, t.dtype) for v, t in zip(course.values, single.trace[0], strict=True)]
+    paths = [torch.zeros_like(v) for v in before]
+    for number, expected in enumerate(single.trace):
+        if len(owner.trace) <= number and owner.error is not None:
+            error = owner.error
+            alone = "without a parameter of its own " if not owner.mine else ""
+            return _Finding(f"{alone}it raises {type(error).__name__}: {error}", raised=True)
+        for i, full in enumerate(expected):
+            paths[i] += (full - before[i]).abs()
+            value = owner.trace[number][i]
+            if i not in owner.mine:
+                if not torch.equal(value, owner.trace[0][i]) or not torch.equal(value, owner.shard(i)):
+                    return _Finding("it changes parameters that have no gradient")
+            elif not _same(value, full, paths[i]):
+                return _Finding(
+                    f"it treats a tensor differently when others have no gradient (from step {number + 1} on)"
+                )
+        before = expected
+    if owner.settings.keys() != single.settings.keys() or _differs(single.settings, owner.settings):
+        return _Finding("it keeps a number that follows from all its parameters")
+    return None
 
 
 def _same(cut: torch.Tensor, full: torch.Tensor, path: torch.Tensor) -> bool:

@@ -1,8 +1,15 @@
-"""Which optimizers may step on shards.
+"""How optimizers step on shards.
 
 A check comes before every step of any torch optimizer. Torch's own element-wise classes pass by their type. A
-copy of any other one is tried on synthetic shards before its first step (`optimizer_trial`): what is not
-provably element-wise is refused, unless its class declares `fullshard_step = "element-wise"`.
+copy of any other one is tried on synthetic parameters before its first step (`optimizer_trial`):
+
+    element-wise   it steps on shards
+    owned          it looks at entire tensors, each by itself: it steps on these (`owned_step`)
+    gathered       it looks at all of them together: by request only, because every rank then needs the memory
+                   of an unsharded model
+
+What the trial cannot show is refused. `fs.shard(..., optimizer_step=...)`, or an attribute `fullshard_step`
+of the optimizer or its class, declares it instead.
 """
 
 from __future__ import annotations
@@ -11,12 +18,13 @@ import functools
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -27,12 +35,13 @@ from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizer_trial import Placed, is_compiled_call, try_on_shards
+from fullshard.engine.optimizer_trial import Placed, Verdict, is_compiled_call, try_on_shards, try_owned
+from fullshard.engine.owned_step import OwnedStep, deal_owners
 from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.streamed_step import StreamedStep
-from fullshard.errors import OptimizerError, StateError
-from fullshard.offload import Offload
+from fullshard.errors import OptimizerError, StateError, unit_label
+from fullshard.option_table import OPTIMIZER_STEPS
 from fullshard.plan.layout import Region
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -41,6 +50,11 @@ _ELEMENT_WISE = {
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
+# Those that look at entire tensors, each by itself, and those that look at all of them together.
+_OWNED = {kind for name in ("Adafactor", "Muon") if (kind := getattr(optim, name, None)) is not None}
+_GLOBAL: dict[type[Optimizer], str] = {
+    optim.LBFGS: "it searches along one direction for all parameters together"
+}
 _PLAIN = {int, float, bool, type(None)}  # settings that ranks compare
 _DECLARATION = "fullshard_step"  # an attribute of an optimizer or its class
 
@@ -55,6 +69,7 @@ class _Checked:
     groups: list[tuple[int, list[str]]]  # those with sharded parameters; the settings that ranks compare
     identity: int  # a checksum of its class and of the sharded parameters in each group
     streamed: StreamedStep | None  # for values that do not rest on the compute device
+    owned: OwnedStep | None  # for steps on entire tensors
 
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
@@ -115,22 +130,16 @@ norms.owners_comm = _comm_of_gradient
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _owners:
         return None
+    if _is_inside_another(optimizer):
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _checked.get(optimizer)
-    if known is None or known.count != count:
-        runtimes, plain = _check(optimizer, callable(closure))
-        for holder in runtimes:
-            holder.adopt_optimizer(optimizer)
-        references = [weakref.ref(r) for r in runtimes]
-        known = _Checked(
-            count, references, plain, *_identity(optimizer, runtimes), _streamed(optimizer, runtimes)
-        )
-        _checked[optimizer] = known
+    known = _known(optimizer, callable(closure))
     live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
     _note_step(optimizer, known, live)
     if live and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
         after = functools.partial(_closed, closure, live, optimizer, known)
+        if known.owned is not None:  # some look at gradients of the step before first
+            known.owned.run(_raw_step(optimizer), in_one=True)
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
     _require_gradients(live)
     Step.running += bool(live)
@@ -138,12 +147,49 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
+def _known(optimizer: Optimizer, closure: bool) -> _Checked:
+    """What the check has found, which comes first if this optimizer, or its parameters, are new."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _checked.get(optimizer)
+    if known is None or known.count != count:
+        runtimes, plain, owned = _check(optimizer, closure, None if known is None else known.owned)
+        references = [weakref.ref(r) for r in runtimes]
+        streamed = _streamed(optimizer, runtimes)
+        known = _Checked(count, references, plain, *_identity(optimizer, runtimes), streamed, owned)
+        _checked[optimizer] = known
+        for holder in runtimes:
+            holder.adopt_optimizer(optimizer)
+    return known
+
+
+def owned_step(optimizer: Optimizer) -> OwnedStep | None:
+    """How it steps on entire tensors; None if it does not, or will be refused. All ranks must call it."""
+    if not _owners or not hasattr(optimizer, "param_groups"):
+        return None
+    try:
+        return _known(optimizer, closure=False).owned
+    except OptimizerError:
+        return None  # its first step raises it
+
+
+def _is_inside_another(optimizer: Optimizer) -> bool:
+    """Whether it steps inside another's step, on the entire tensors that are shown there."""
+    if not OwnedStep.num_shown:
+        return False
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(
+        outer is not optimizer and known.owned.is_shown and not held.isdisjoint(known.owned.by_parameter)
+        for outer, known in _checked.items()
+        if known.owned is not None
+    )
+
+
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
     lanes, offloads = [], []
     for runtime in runtimes:
-        if any(lane.streams_steps for lane in runtime.lanes):
+        if runtime.options.offload is not None:
             lanes += runtime.lanes
-            offloads.append(runtime.options.offload or Offload())
+            offloads.append(runtime.options.offload)
     if not lanes:
         return None
     steps = {(offload.step, offload.overlap) for offload in offloads}
@@ -156,23 +202,22 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
     return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), step == "host", overlap)
 
 
-def streamed_step(optimizer: Optimizer) -> StreamedStep | None:
-    """That of its steps; before the first, one that has homes for states which are loaded."""
-    known = _checked.get(optimizer)
-    if known is not None:
-        return known.streamed
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    return _streamed(optimizer, {runtime for p in held if (runtime := owner(p)) is not None})
+def _raw_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Its step without hooks."""
+    step = type(optimizer).step
+    return functools.partial(getattr(step, "__wrapped__", step), optimizer)
 
 
-def _show_gradients(optimizer: Optimizer, known: _Checked) -> None:
-    """Steps on what is offloaded run now. What remains has its gradients as this optimizer needs them."""
+def _show_gradients(optimizer: Optimizer, known: _Checked, in_one: bool = False) -> None:
+    """Steps on what is offloaded run now, and those on all buckets of entire tensors but the last. What
+    remains has its gradients as this optimizer needs them."""
     if known.streamed is not None:
         for runtime in (held for reference in known.runtimes if (held := reference()) is not None):
             for lane in runtime.lanes:
                 lane.take_assigned()  # a step that is not streamed updates what was assigned
-        step = type(optimizer).step
-        known.streamed.run(functools.partial(getattr(step, "__wrapped__", step), optimizer))
+        known.streamed.run(_raw_step(optimizer))
+    if known.owned is not None:
+        known.owned.run(_raw_step(optimizer), in_one)
     if known.plain_gradients:
         _show_plain_gradients(optimizer)
 
@@ -211,6 +256,8 @@ def _is_plain(value: Any) -> bool:
 
 @_uncompiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if _is_inside_another(optimizer):
+        return
     Step.running = max(0, Step.running - 1)
     plain = _plain_gradients.pop(id(optimizer), None)
     if plain is not None:
@@ -218,6 +265,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     known = _checked.get(optimizer)
     if known is not None and known.streamed is not None:
         known.streamed.finish()
+    if known is not None and known.owned is not None:
+        known.owned.finish()
 
 
 def _show_plain_gradients(optimizer: Optimizer) -> None:
@@ -234,7 +283,7 @@ def _closed(
     loss = closure()
     _require_gradients(runtimes)
     Step.running = max(1, running)
-    _show_gradients(optimizer, known)
+    _show_gradients(optimizer, known, in_one=True)
     return loss
 
 
@@ -251,12 +300,14 @@ def _require_gradients(runtimes: list[Runtime]) -> None:
             )
 
 
-def _check(optimizer: Optimizer, closure: bool) -> tuple[set[Runtime], bool]:
-    """The runtimes whose parameters it holds, and whether it needs plain gradients."""
+def _check(
+    optimizer: Optimizer, closure: bool, before: OwnedStep | None
+) -> tuple[set[Runtime], bool, OwnedStep | None]:
+    """The runtimes whose parameters it holds, whether it needs plain gradients, and entire tensors."""
     held = [(g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
     runtimes = {runtime for _, p in held if (runtime := owner(p)) is not None}
     if not runtimes:
-        return runtimes, False
+        return runtimes, False, None
     known = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}
     exclusive = all(r.options.integration.exclusive_optimizers for r in runtimes)
     for group, parameter in held:
@@ -267,45 +318,118 @@ def _check(optimizer: Optimizer, closure: bool) -> tuple[set[Runtime], bool]:
                 " that the sharded model does not own: it would train on this rank alone",
                 "Build the optimizer from model.parameters(); list what each rank trains alone in ignore=.",
             )
-    return runtimes, _is_element_wise_with_plain_gradients(optimizer, runtimes, closure)
+    mode = _mode(optimizer, runtimes, closure)
+    if mode.step == "element-wise":
+        return runtimes, mode.plain_gradients, None
+    places = list(_sharded_places(optimizer, runtimes))
+    _refuse_elsewhere(optimizer, [lane for _, lane, _ in places])
+    owners = {} if before is None else {id(item.parameter): item.owner for item in before.items}
+    owned = OwnedStep(optimizer, deal_owners(places, owners), mode.step == "gathered", mode.bucketed)
+    return runtimes, False, owned
 
 
-def _is_element_wise_with_plain_gradients(
-    optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool
-) -> bool:
-    """Whether it is element-wise only if gradients are plain tensors. One that is not at all is refused."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+@dataclass(frozen=True)
+class _Mode:
+    """How an optimizer steps."""
+
+    step: str
+    plain_gradients: bool = False
+    bucketed: bool = True  # the step may run several times, each time on some parameters
+
+
+def _sharded_places(
+    optimizer: Optimizer, runtimes: Iterable[Runtime]
+) -> Iterator[tuple[nn.Parameter, Lane, int]]:
+    """Its parameters of which this rank has only a part, or not on the compute device, in its own order."""
     placed = {
-        id(p): Placed(piece.shape, piece.order, lane.layout.shard_sizes(piece))
+        id(p): (p, lane, index)
         for runtime in runtimes
         for lane in runtime.lanes
-        if not lane.replicated or lane.specs or lane.streams_steps
-        for p, piece in zip(lane.parameters, lane.layout.pieces, strict=True)
-        if id(p) in held
+        if not lane.replicated or lane.specs or lane.homes.streams_steps
+        for index, p in enumerate(lane.parameters)
+    }
+    held = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    return (placed[key] for key in held if key in placed)
+
+
+def _is_elsewhere(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> bool:
+    """Whether entire tensors cannot be had: some are tensor-parallel, or offloaded."""
+    return any(lane.specs or lane.homes.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes))
+
+
+def _refuse_elsewhere(optimizer: Optimizer, lanes: Iterable[Lane]) -> None:
+    name = type(optimizer).__name__
+    for lane in lanes:
+        if lane.specs:
+            raise OptimizerError(
+                f"{name} steps on entire tensors, and {unit_label(lane.unit)} is tensor-parallel as well",
+                "Use an element-wise optimizer such as AdamW beside tensor parallelism.",
+            )
+        if lane.homes.streams_steps:
+            raise OptimizerError(
+                f"{name} steps on entire tensors, and values of {unit_label(lane.unit)} are offloaded",
+                "Leave out offload=, or use an element-wise optimizer such as AdamW.",
+            )
+
+
+def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _Mode:
+    """As declared, as known of its class, or as a trial shows. One that is right in no mode is refused."""
+    placed = {
+        id(p): Placed(piece.shape, piece.order, lane.layout.shard_sizes(piece))
+        for p, lane, index in _sharded_places(optimizer, runtimes)
+        for piece in (lane.layout.pieces[index],)
     }
     if not placed:
-        return False
+        return _Mode("element-wise")
     modules = [module for runtime in runtimes for module in runtime.model.modules()]
     for wrapper in _wrappers(optimizer):
-        if not _is_declared(wrapper) and all(map(_is_setting, vars(wrapper).values())):
+        if _declared(wrapper, ()) is None and all(map(_is_setting, vars(wrapper).values())):
             verdict = try_on_shards(wrapper, placed, closure, modules)
             if verdict.tried and verdict.finding is not None:
-                raise _not_element_wise(wrapper, verdict.finding)
-    if type(optimizer) in _ELEMENT_WISE or _is_declared(optimizer):
-        return is_compiled_call()
+                raise _refused(wrapper, verdict.finding, None, placed, in_parts=True)
+    declared = _declared(optimizer, runtimes)
+    if declared is None and type(optimizer) in _ELEMENT_WISE:
+        declared = "element-wise"
+    if declared == "element-wise":
+        return _Mode(declared, plain_gradients=is_compiled_call())
+    if declared is not None:
+        return _Mode(declared, bucketed=not is_compiled_call())
+    elsewhere = _is_elsewhere(optimizer, runtimes)
+    if type(optimizer) in _OWNED:
+        return _Mode("owned", bucketed=not is_compiled_call())
+    if type(optimizer) in _GLOBAL:
+        raise _refused(optimizer, _GLOBAL[type(optimizer)], None, placed, in_parts=elsewhere)
     verdict = try_on_shards(optimizer, placed, closure, modules)
-    if verdict.finding is not None:
-        raise _not_element_wise(optimizer, verdict.finding)
-    return verdict.plain_gradients or is_compiled_call()
+    on_shards = _Mode("element-wise", plain_gradients=verdict.plain_gradients or is_compiled_call())
+    if verdict.finding is None and not verdict.sums:
+        return on_shards
+    if not verdict.tried:
+        raise _refused(optimizer, verdict.finding or "", None, placed, in_parts=elsewhere)
+    owned = try_owned(optimizer, placed, closure, modules) if not elsewhere else None
+    if owned is not None and owned.finding is None:
+        return _Mode("owned", bucketed=owned.bucketed and not is_compiled_call())
+    if verdict.finding is None:  # norms of gradients are right on shards, too, with a sum over ranks for each
+        return on_shards
+    raise _refused(optimizer, verdict.finding, owned, placed, in_parts=elsewhere)
 
 
-def _is_declared(optimizer: Optimizer) -> bool:
+def _declared(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> str | None:
     declared = getattr(optimizer, _DECLARATION, None)
-    if declared not in (None, "element-wise"):
+    if declared is not None:
+        if declared not in OPTIMIZER_STEPS[1:]:
+            choices = ", ".join(map(repr, OPTIMIZER_STEPS[1:]))
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.{_DECLARATION} is {declared!r}", f"Choose one of {choices}."
+            )
+        return str(declared)
+    requests = {runtime.options.optimizer_step for runtime in runtimes} - {"auto"}
+    if len(requests) > 1:
         raise OptimizerError(
-            f"{type(optimizer).__name__}.{_DECLARATION} is {declared!r}", "The only value is 'element-wise'."
+            f"{type(optimizer).__name__} holds parameters of models with optimizer_step="
+            + " and ".join(map(repr, sorted(requests))),
+            "Give these models the same optimizer_step, or an optimizer each.",
         )
-    return declared is not None
+    return requests.pop() if requests else None
 
 
 def _wrappers(optimizer: Optimizer) -> list[Optimizer]:
@@ -330,13 +454,33 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, Optimizer) or package in ("builtins", "collections", "functools", "torch")
 
 
-def _not_element_wise(optimizer: Optimizer, finding: str) -> OptimizerError:
+def _refused(
+    optimizer: Optimizer,
+    finding: str,
+    of_tensors: Verdict | None,
+    placed: Mapping[int, Placed],
+    in_parts: bool = False,
+) -> OptimizerError:
+    """`finding`: why it is not element-wise; `of_tensors`: why not even each tensor by itself is right. What
+    has to step on `in_parts` cannot have entire tensors: a wrapper, or beside offload, say."""
     name, base = type(optimizer).__name__, type(optimizer).__base__
     kind = name if base is None or base is Optimizer else f"{name} (a subclass of {base.__name__})"
+    size = sum(prod(place.shape) for place in placed.values()) * 8 / 2**20
+    gathers = (
+        "optimizer_step='gathered', with which every rank gathers all values and repeats the step (about "
+        f"{size:.0f} MiB per rank, and its state in full), or "
+    )
+    also = "" if of_tensors is None else f"; nor can each tensor step by itself: {of_tensors.finding}"
+    if in_parts or (of_tensors is not None and of_tensors.random):
+        gathers = ""  # what ranks draw differs
     return OptimizerError(
-        f"{kind} is not provably element-wise, and its parameters are sharded: {finding}",
-        "Use an element-wise optimizer such as AdamW, or strategy='replicate', under which it is right. "
-        f"If you know better, set {name}.{_DECLARATION} = 'element-wise'.",
+        f"{kind} is not provably element-wise, and its parameters are sharded: {finding}{also}",
+        "Use an element-wise optimizer such as AdamW, "
+        + gathers
+        + ("or " if not gathers else "")
+        + "strategy='replicate', under which it is right. "
+        + f"If you know better, set {name}.{_DECLARATION} = 'element-wise'"
+        + ("." if in_parts else " or 'owned'."),
     )
 
 

@@ -37,7 +37,7 @@ def pack(values: Tensor, packed: Tensor, residual: Tensor | None = None) -> None
     """Quantise rows; `residual` is added to them first and then holds what their bytes do not say.
 
     A block with a value that is not finite becomes NaN throughout and leaves no residual. A block below the
-    smallest normal number in_flight as zeros and stays in the residual.
+    smallest normal number is sent as zeros and stays in the residual.
     """
     _check("values", values, 2, _SENT)
     rows, elements = values.shape

@@ -351,35 +351,45 @@ class Reduction:
         group, lane = comm.cross_node_group, reduction.lane
         assert group is not None
         share, device = lane.layout.total // comm.shard_group.ranks, lane.home.compute_device
-        values = torch.empty(
-            group.ranks, self._row_elements(lane, wire), dtype=lane.dtypes.sum, device=device
-        )
-        total = values.view(-1)
+        shape = group.ranks, self._row_elements(lane, wire)
+        if self.postponing and comm.replicas > 1:
+            self._postpone_sum(flight, torch.empty(shape, dtype=lane.dtypes.sum, device=device).view(-1))
+            return None
         postponed, reduction.accumulated_shard = reduction.accumulated_shard, None
-        postpones = self.postponing and comm.replicas > 1
-        rows = received = values
-        if not postpones:
-            rows = wire.rows(group.ranks, values.shape[1], device)
-            rows = values if wire.in_place and rows.dtype == values.dtype else rows
-            received = torch.empty_like(rows)
-            residual = reduction.residual(Leg.ACROSS, values) if self._keeps_residual(wire) else None
-        following = None
+        values = rows = wire.rows(*shape, device)
+        sums_into_rows = (
+            wire.in_place and postponed is None and flight.wire.rounds_once(flight.received, flight.divisor)
+        )
+        if not sums_into_rows and rows.dtype != lane.dtypes.sum:
+            values = torch.empty(shape, dtype=lane.dtypes.sum, device=device)
+        received = torch.empty_like(rows)
+        residual = reduction.residual(Leg.ACROSS, values) if self._keeps_residual(wire) else None
         with comm.beside("sums of nodes"):
-            if flight.operation is not None:
-                flight.operation.wait()
-            flight.wire.mean(flight.received, flight.divisor, total[:share])
-            total[share:].zero_()
-            if postponed is not None:
-                total.add_(postponed)
-            if postpones:
-                reduction.accumulated_shard = total
-            else:
-                if rows is not values:
-                    wire.encode(values, rows, residual)
-                operation = group.exchange(as_bytes(received), as_bytes(rows), self._tag(lane))
-                following = InFlight(Leg.ACROSS, reduction, rows, received, operation, group.ranks, wire)
+            self._sum_of_node(flight, values.view(-1), share, postponed)
+            if rows is not values:
+                wire.encode(values, rows, residual)
+            operation = group.exchange(as_bytes(received), as_bytes(rows), self._tag(lane))
+            self._mark_read(flight, values, *(() if postponed is None else (postponed,)))
+        return InFlight(Leg.ACROSS, reduction, rows, received, operation, group.ranks, wire)
+
+    def _postpone_sum(self, flight: InFlight, total: torch.Tensor) -> None:
+        """The node's sum stays here until the last micro-batch."""
+        reduction = flight.reduction
+        share = reduction.lane.layout.total // self._comm.shard_group.ranks
+        postponed, reduction.accumulated_shard = reduction.accumulated_shard, total
+        with self._comm.beside("sums of nodes"):
+            self._sum_of_node(flight, total, share, postponed)
             self._mark_read(flight, total, *(() if postponed is None else (postponed,)))
-        return following
+
+    def _sum_of_node(
+        self, flight: InFlight, total: torch.Tensor, share: int, postponed: torch.Tensor | None
+    ) -> None:
+        if flight.operation is not None:
+            flight.operation.wait()
+        flight.wire.mean(flight.received, flight.divisor, total[:share])
+        total[share:].zero_()
+        if postponed is not None:
+            total.add_(postponed)
 
     def _gather_back(self, flight: InFlight) -> InFlight:
         """With replicas: this rank's part of the sum over nodes goes to all of them."""

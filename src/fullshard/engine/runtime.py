@@ -81,7 +81,7 @@ class Runtime:
         self.comm, self.options = comm, options
         self.lanes = [lane for unit in units for lane in unit.lanes]
         self.parameters = [p for lane in self.lanes for p in lane.parameters]
-        self._stepping = {lane.homes.transfers for lane in self.lanes if lane.streams_steps}
+        self._stepping = {lane.homes.transfers for lane in self.lanes if lane.homes.streams_steps}
         self.ignored: list[nn.Parameter] = []
         self.gathering = Gathering(self.units, comm, options)
         self.reduction = Reduction(self.units, comm, options)
@@ -335,14 +335,17 @@ class Runtime:
         )
 
     def _still_valid(self) -> bool:
-        """Kept full values outlive their pass only from one micro-batch inside fs.accumulate to the next.
+        """Full values, or what came from other nodes, outlive their pass only from one micro-batch inside
+        fs.accumulate to the next.
 
         Version counters alone are not enough to trust across passes: `p.data.copy_()` does not move
         them, and a fused optimizer may not; so optimizer steps are counted as well.
         """
         before = self._versions
-        keeping = self.reduction.postponing and not self.options.releases_after_forward
-        self.gathering.keeping = keeping
+        postponing = self.reduction.postponing
+        self.gathering.keeping = postponing and not self.options.releases_after_forward
+        self.gathering.keeping_shares = postponing and self.comm.two_level
+        keeping = self.gathering.keeping or self.gathering.keeping_shares
         now = [self.steps, *map(_version, self.parameters)] if keeping or before is not None else None
         self._versions = now if keeping else None
         return before is not None and before == now and not any(lane.assigned for lane in self.lanes)

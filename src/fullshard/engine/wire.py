@@ -34,7 +34,11 @@ class Wire(Protocol):
     def decode(self, rows: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def mean(self, rows: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
-        """The sum of received rows divided by `divisor`, accumulated in the dtype of `out`."""
+        """The sum of received rows divided by `divisor`, accumulated in the dtype of `out` or a wider one."""
+        ...
+
+    def rounds_once(self, rows: torch.Tensor, divisor: float) -> bool:
+        """Whether `mean` into a narrower dtype is the mean in fp32, rounded."""
         ...
 
 
@@ -62,6 +66,9 @@ class PlainWire:
             torch.sum(rows, 0, dtype=out.dtype, out=out)
         return out if divisor == 1 else out.mul_(1.0 / divisor)
 
+    def rounds_once(self, rows: torch.Tensor, divisor: float) -> bool:
+        return rows.is_cuda and divisor == len(rows)  # one kernel; a CPU rounds the sum, then the quotient
+
 
 class BlockWire:
     """8-bit blocks, see `quantize`. A block with a value that is not finite arrives as NaN."""
@@ -80,6 +87,9 @@ class BlockWire:
     def mean(self, rows: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
         add_rows(rows, out, 1.0 / divisor)
         return out
+
+    def rounds_once(self, rows: torch.Tensor, divisor: float) -> bool:
+        return False
 
 
 def parameter_wire(dtypes: LaneDtypes) -> Wire:

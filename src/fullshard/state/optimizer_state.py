@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fullshard.engine.block_state import BlockState, decoded
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import owner, streamed_step
+from fullshard.engine.optimizers import owned_step, owner
 from fullshard.plan.tensor_parallel import is_cut
+from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
 
 
@@ -23,23 +23,24 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
     if hooks is None or _to_shards in hooks.values():
         return  # without hooks: a wrapper, whose state dict is that of the optimizer inside
     optimizer.register_state_dict_post_hook(_to_shards)
-    optimizer.register_load_state_dict_post_hook(_take_loaded)
-    _take_loaded(optimizer)
+    optimizer.register_load_state_dict_post_hook(_to_own_elements)
+    _to_own_elements(optimizer)
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
-    """Where the parameters of an optimizer lie, by identity, without those whose state is replicated."""
+    """Where the parameters of an optimizer lie, by identity, without those whose state is not cut."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
     lanes = [lane for r in runtimes for lane in r.lanes if not lane.replicated or lane.specs]
-    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters)}
+    owned = owned_step(optimizer)
+    entire = {} if owned is None else owned.by_parameter
+    return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters) if id(p) not in entire}
 
 
 def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     places = _places(optimizer)
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    # The values of a state dict are the optimizer's own dicts, and states in blocks are of no use elsewhere.
-    state = {index: _decoded(own) for index, own in state_dict["state"].items()}
+    state = dict(state_dict["state"])  # its values are the optimizer's own dicts
     for index, parameter in enumerate(order):
         if index in state and id(parameter) in places:
             lane, at = places[id(parameter)]
@@ -47,6 +48,9 @@ def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
                 key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
                 for key, value in state[index].items()
             }
+    owned = owned_step(optimizer)
+    if owned is not None:
+        state = owned_state.to_shards(optimizer, owned, state)
     return {**state_dict, "state": state}
 
 
@@ -64,25 +68,11 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
     return shard_of(lane, index, value, key)
 
 
-def _decoded(state: Any) -> Any:
-    if isinstance(state, dict) and any(isinstance(value, BlockState) for value in state.values()):
-        return {key: decoded(value) for key, value in state.items()}
-    return state
-
-
-def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """What load_state_dict was given becomes state as it rests here."""
-    _to_own_elements(optimizer)
-    streamed = streamed_step(optimizer)
-    if streamed is None:
-        return
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            state[key] = streamed.put_state(parameter, key, value)
-
-
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
     """Of what load_state_dict was given, unsharded values or StateShards, keep this rank's elements."""
+    owned = owned_step(optimizer)
+    if owned is not None:
+        owned_state.to_owners(optimizer, owned)
     places = _places(optimizer)
     numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
     for parameter, state in optimizer.state.items():

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.checkpoint.format.values import decode
 from fullshard.checkpoint.loading.planning import LoadPlan, check_shape, listed, shard_reader, tensor_reader
 from fullshard.checkpoint.loading.reading import DAMAGED, Stored
 from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume, check_fits
 from fullshard.checkpoint.parameters import Site, sites, sites_by_group
-from fullshard.engine.optimizers import streamed_step
+from fullshard.engine.optimizers import owned_step
 from fullshard.engine.tensor_parallel import put
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
@@ -27,8 +28,11 @@ class OptimizerLoad:
     def __init__(self, resume: Resume, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._resume, self._optimizer = resume, optimizer
         self._saved = _checked(resume, optimizer)
+        self._owned = owned_step(optimizer)
+        self._decodes: list[
+            tuple[dict[str, Any], str, Callable[[], Any]]
+        ] = []  # into which state, and as what
         self._by_group = sites_by_group(sites(resume.runtime, model), optimizer)
-        self._streamed = streamed_step(optimizer)
         self._state: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -57,6 +61,8 @@ class OptimizerLoad:
         for group, options in self._options:
             kept = {k: v for k, v in options.items() if k not in _IMPLEMENTATION}
             group.update({k: _copied_option(v, group.get(k)) for k, v in kept.items()})
+        for state, key, decoded in self._decodes:
+            state[key] = decoded()
         for parameter, state in self._state:
             if state:
                 self._optimizer.state[parameter] = state
@@ -84,12 +90,24 @@ class OptimizerLoad:
     def _plan_parameter(self, work: LoadPlan, group: dict[str, Any], site: Site) -> None:
         state: dict[str, Any] = {}
         self._state.append((site.parameter, state))
-        for key, entry in self._saved["state"].get(site.name, {}).items():
+        saved = self._saved["state"].get(site.name, {})
+        is_entire = self._is_entire(site, {entry.get("kind") for entry in saved.values()})
+        if is_entire and not self._keeps(site):
+            return  # its owner reads it
+        for key, entry in saved.items():
             name, kind = f"{site.name}.{key}", entry.get("kind")
-            if kind == "value":
+            if kind == "entire":
+                device = self._device(group, site, key, entry | {"kind": "scalar"})
+                self._decodes.append((state, key, self._plan_entire(work, entry["value"], device, site)))
+            elif kind == "value":
                 state[key] = self._resume.decode(entry["value"], FIRST_FILE)
             elif kind == "own":
                 state[key] = self._own(site, name)
+            elif kind == "elements" and is_entire:
+                stored = self._stored(name)
+                check_shape(self._resume.source, stored, site.global_shape, name)
+                read = self._plan_read(work, stored, site.parameter.device)
+                self._decodes.append((state, key, read))
             elif kind in ("scalar", "elements"):
                 self._plan_tensor(work, (site, key, kind), state, self._device(group, site, key, entry))
             else:
@@ -97,14 +115,63 @@ class OptimizerLoad:
                     f"optimizer state {name!r} is of the unknown kind {str(kind)[:40]!r}", DAMAGED
                 )
 
+    def _is_entire(self, site: Site, kinds: set[Any]) -> bool:
+        """Whether this optimizer steps on the entire tensor. Then the saved one must have done so."""
+        name, optimizer = site.name, type(self._optimizer).__name__
+        replicated = site.lane is None or site.lane.replicated
+        owned = self._owned is not None and id(site.parameter) in self._owned.by_parameter
+        if "entire" in kinds and not (owned or replicated):
+            raise CheckpointError(
+                f"state of {name!r} was saved by an optimizer that steps on entire tensors "
+                f"(optimizer_step='owned'), and {optimizer} is element-wise here",
+                "Shard with optimizer_step='owned', or load without the optimizer.",
+            )
+        layout = getattr(self._resume.manifest, "layout", {"strategy": "replicate"})
+        if owned and kinds & {"elements", "own"} and layout.get("strategy") != "replicate":
+            raise CheckpointError(
+                f"state of {name!r} was saved by an element-wise optimizer, and {optimizer} steps on entire "
+                "tensors here (optimizer_step='owned')",
+                "Shard with optimizer_step='element-wise', or load without the optimizer.",
+            )
+        return owned
+
+    def _keeps(self, site: Site) -> bool:
+        return self._owned is not None and self._owned.owns(site.parameter)
+
+    def _stored(self, name: str) -> Stored:
+        stored = self._resume.source.optimizer.get(name)
+        if stored is None:
+            raise DamagedCheckpoint(f"optimizer state {name!r} is not in the files", DAMAGED)
+        return stored
+
+    def _plan_read(self, work: LoadPlan, stored: Stored, device: torch.device) -> Callable[[], torch.Tensor]:
+        """Read an entire tensor with the others; what returns it then."""
+        made: list[torch.Tensor] = []
+
+        def get() -> torch.Tensor:
+            made.append(torch.empty(stored.tensor.shape, dtype=stored.tensor.dtype, device=device))
+            return made[0]
+
+        tensor_reader(work, self._resume.source, stored.tensor.dtype, get)(stored)
+        return lambda: made[0]
+
+    def _plan_entire(self, work: LoadPlan, tree: Any, device: torch.device, site: Site) -> Callable[[], Any]:
+        """Read the large tensors of a state's value with the others; what decodes it then."""
+        reads = {
+            path: self._plan_read(work, self._stored(path), site.parameter.device) for path in _paths(tree)
+        }
+
+        def decoded() -> Any:
+            return _moved(decode(tree, lambda path: reads[path]()), device, site.parameter.device)
+
+        return decoded
+
     def _plan_tensor(
         self, work: LoadPlan, what: tuple[Site, str, str], state: dict[str, Any], device: torch.device
     ) -> None:
         site, key, kind = what
         name = f"{site.name}.{key}"
-        stored = self._resume.source.optimizer.get(name)
-        if stored is None:
-            raise DamagedCheckpoint(f"optimizer state {name!r} is not in the files", DAMAGED)
+        stored = self._stored(name)
         scalar, shape = kind == "scalar", site.global_shape
         if scalar:
             shape = (1,) * min(len(stored.tensor.shape), 8)  # some optimizers give the number dimensions
@@ -132,12 +199,6 @@ class OptimizerLoad:
             tensor_reader(work, self._resume.source, dtype, get)(stored)
         else:
             shard_reader(work, self._resume.source, site, dtype, get)(stored)
-            if self._streamed is not None:  # one tensor at a time is there with all its bytes
-                work.reads.append(partial(self._put_to_rest, site, key, state))
-
-    def _put_to_rest(self, site: Site, key: str, state: dict[str, Any]) -> None:
-        assert self._streamed is not None
-        state[key] = self._streamed.put_state(site.parameter, key, state[key])
 
     def _dtype(self, site: Site, stored: Stored, before: Any) -> torch.dtype:
         """The dtype of a state with its parameter's shape: if it was the parameter's dtype, it still is."""
@@ -156,7 +217,8 @@ class OptimizerLoad:
         return torch.device("cpu") if host else site.parameter.device
 
     def _own(self, site: Site, name: str) -> Any:
-        tree_and_file = self._resume.own_state(name, site.interval)
+        interval = [0, site.piece.num_elements] if self._keeps(site) else site.interval
+        tree_and_file = self._resume.own_state(name, interval)
         if tree_and_file is None:
             raise CheckpointError(
                 f"optimizer state {name!r} is not sharded like its parameter (it is kept in blocks, say), so "
@@ -177,6 +239,30 @@ def _copied_option(value: Any, before: Any) -> Any:
     if isinstance(value, tuple) and isinstance(before, tuple) and len(value) == len(before):
         return tuple(map(_copied_option, value, before))
     return deepcopy(value)
+
+
+def _paths(tree: Any) -> Iterator[str]:
+    """Of the large tensors in a value's tree."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _paths(item)
+    elif isinstance(tree, dict):
+        if "at" in tree and "crc32" in tree and isinstance(tree["at"], str):
+            yield tree["at"]
+            return
+        for item in tree.values():
+            yield from _paths(item)
+
+
+def _moved(value: Any, top: torch.device, device: torch.device) -> Any:
+    """Tensors of a decoded state on their devices: one that is the value itself, and those inside it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(top)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, device) for key, item in value.items()}
+    return value
 
 
 def _checked(resume: Resume, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from fullshard.checkpoint.parameters import (
     sites_by_group,
     tied_names,
 )
+from fullshard.checkpoint.saving import entire_state
 from fullshard.comm.groups import as_bytes
-from fullshard.engine.block_state import BlockState
+from fullshard.engine.optimizers import owned_step
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensor_parallel import uncut
@@ -88,8 +89,7 @@ def _even_slice(site: Site, local: torch.Tensor, dtype: torch.dtype | None) -> L
     assert lane is not None
     spec = lane.specs[site.index]
     assert spec is not None
-    local = plain(local)
-    part = local.to(lane.comm.device) if lane.replicated else _tensor_parallel_part(site, local)
+    part = local.detach().to(lane.comm.device) if lane.replicated else _tensor_parallel_part(site, local)
     members = lane.comm.world.members
     index, count = members.index(lane.comm.world_rank), prod(spec.shape)
     start, stop = (count * i // len(members) for i in (index, index + 1))
@@ -188,6 +188,13 @@ def add_optimizer(
         encoded = contents.encoder.encode(options, f"group {index} of the optimizer")
         groups.append({"parameters": [site.name for site in members], "options": encoded})
     order = [site for members in by_group for site in members]
+    entire: dict[str, dict[str, Tree]] = {}
+    owned = owned_step(optimizer)
+    if owned is not None:
+        dealt = [site for site in order if id(site.parameter) in owned.by_parameter]
+        entire, slices = entire_state.collect(dealt, optimizer, owned, runtime.comm)
+        contents.optimizer += [LocalSlice(tensor, 0, mine, flat) for tensor, mine, flat in slices]
+        order = [site for site in order if id(site.parameter) not in owned.by_parameter]
     kinds = _kinds(order, optimizer)
     position = {id(site.parameter): i for i, site in enumerate(known)}
     order.sort(key=lambda site: position[id(site.parameter)])
@@ -200,7 +207,11 @@ def add_optimizer(
             values = optimizer.state.get(site.parameter, {})
             if key in values:
                 state[site.name][key] = _add_state(contents, runtime, site, key, values[key], kinds.get(key))
-    contents.optimizer_state = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    contents.optimizer_state = {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "state": state | entire,
+    }
 
 
 def _kinds(order: list[Site], optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -229,8 +240,7 @@ def _add_state(
     name = f"{site.name}.{key}"
     if not isinstance(value, torch.Tensor):
         return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
-    if not isinstance(value, BlockState):  # which is decoded when it is written, tensor by tensor
-        value = plain(value)
+    value = plain(value)
     headers.check_dtype(name, value.dtype)
     device = "host" if value.device.type == "cpu" else "device"
     if kind == "scalar" and value.numel() == 1:

@@ -200,9 +200,9 @@ class CudaWire:
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, own: int | None) -> None:
         to, at = target.data_ptr(), source.data_ptr()
-        if to == at:
-            return
         size, period = target.nbytes, source.nbytes
+        if (to, size) == (at, period):  # an all-reduce
+            return
         if (size | period | to | at) % 16 == 0 and period:
             period //= 16
             skip = (0, 0) if own is None else (own * period, (own + 1) * period)
