@@ -51,6 +51,7 @@ def shard(
     materialize: Callable[[nn.Module], Any] | None = None,
     device: torch.device | str | int | None = None,
     offload: str | Offload | None = None,
+    state: str = "exact",
     check_gradients: bool = False,
     prefetch: bool = True,
     keep_full: int | str | None = None,
@@ -76,6 +77,8 @@ def shard(
     offload: 'host' keeps shards, gradients and optimizer state in host memory between their uses; 'optimizer'
         only what the optimizer alone needs: masters and its state; 'auto' what does not fit on the device; or
         an fs.Offload.
+    state: 'exact' keeps an optimizer's state as the optimizer makes it; '8bit' keeps it in 8-bit blocks
+        between steps, about a quarter of its bytes. Parameters stay as they are.
     check_gradients: raise on all ranks when a gradient is not finite, naming rank and parameter.
     prefetch: gather the next unit while this one computes.
     keep_full: bytes of full values that zero3 and hybrid may keep from forward to backward, which saves each
@@ -223,6 +226,7 @@ def plan(
     keep_node: int | str | None = None,
     merge_units: int | None = None,
     offload: str | Offload | None = None,
+    state: str = "exact",
     node_ranks: int | None = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta.
@@ -248,6 +252,7 @@ def plan(
         keep_node=keep_node,
         merge_units=merge_units,
         offload=offload,
+        state=state,
         on_gpu=device.type == "cuda",
     )
     parallel = tensor_parallel.mesh_of(model)

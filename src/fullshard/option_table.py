@@ -27,6 +27,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 INITIAL = ("broadcast", "verify")
 REDUCE = ("auto", "exchange", "scatter")
 OPTIMIZER_STEPS = ("auto", "element-wise", "owned", "gathered")
+STATE = ("exact", "8bit")
 
 
 @dataclass(frozen=True)
@@ -337,6 +338,31 @@ TABLE: dict[str, Option] = {
                 *("offload_to_cpu", "cpuoffload", "pin_memory", "offload_optimizer_device"),
             )
             | _all("Write offload=fs.Offload(disk=FOLDER).", "nvme_path", "offload_dir", "offload_folder"),
+        ),
+        Option(
+            "state",
+            "exact",
+            "'exact' keeps an optimizer's state as the optimizer makes it; '8bit' keeps it in 8-bit blocks "
+            "between steps, about a quarter of its bytes. Parameters stay as they are.",
+            choices=STATE,
+            other_names=_all(
+                "Write state='8bit', with any element-wise optimizer.",
+                *(
+                    "optimizer_state",
+                    "state_dtype",
+                    "optim_bits",
+                    "low_bit_state",
+                    "state_bits",
+                    "optimizer_bits",
+                ),
+                *("quantized_state", "eight_bit_optimizer", "optimizer_state_dtype", "moments"),
+            ),
+            other_values={
+                **dict.fromkeys(
+                    ("8", "8_bit", "int8", "uint8", "eight_bit", "torch.int8", "q8", "true"), "8bit"
+                ),
+                **dict.fromkeys(("32", "fp32", "32bit", "full", "none", "false", "float32"), "exact"),
+            },
         ),
         Option(
             "check_gradients",

@@ -42,6 +42,7 @@ class Options:
     materialize: Callable[[nn.Module], Any] | None
     device: torch.device | None  # None: the model's own
     offload: Offload | None  # which values rest away from the compute device; None: none
+    state: str  # how optimizer state rests
     check_gradients: bool
     prefetch: bool
     keep_full: int | None  # None: those that backward needs first, and models of SMALL_BYTES
@@ -99,6 +100,7 @@ class ShardOptions(TypedDict, total=False):
     initial: str
     materialize: Callable[[nn.Module], Any] | None
     offload: str | Offload | None
+    state: str
     check_gradients: bool
     prefetch: bool
     keep_full: int | str | None

@@ -17,6 +17,8 @@ from fullshard.keywords import checked_keywords
 
 BLOCK = 256  # values that share a scale in 8-bit blocks
 ROW_ALIGN_BYTES = 16
+STATE_ROW_BYTES = 4 + BLOCK  # of a block of optimizer state at rest: its scale, then its values
+STATE_DTYPES = (torch.float32, torch.bfloat16)  # of states that may rest in blocks
 # Every dtype of torch by its name, as files and messages have it.
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -100,6 +102,7 @@ class LaneDtypes:
     gather: torch.dtype
     across: torch.dtype | None = None  # None: as inside a node, or there are no nodes
     gather_across: torch.dtype | None = None
+    state: torch.dtype | None = None  # of what optimizers keep: None as they make it
 
     @property
     def narrowest_bytes(self) -> int:
@@ -107,8 +110,9 @@ class LaneDtypes:
 
     @property
     def in_blocks(self) -> bool:
-        """Some of it is sent in 8-bit blocks, so intervals are multiples of a block."""
-        return self.eight_bit_gather or self.eight_bit_wire or self.eight_bit_gather_across
+        """Some of it is sent or rests in 8-bit blocks, so intervals are multiples of a block."""
+        sent = self.eight_bit_gather or self.eight_bit_wire or self.eight_bit_gather_across
+        return sent or self.eight_bit_state
 
     @property
     def exact_gather(self) -> bool:
@@ -120,9 +124,21 @@ class LaneDtypes:
         """Between nodes only: inside them, values are sent as they are computed with."""
         return self.gather_across == torch.int8 and not self.eight_bit_gather
 
+    @property
+    def eight_bit_state(self) -> bool:
+        """What optimizers keep rests in 8-bit blocks, see `engine.low_bit`."""
+        return self.state == torch.int8
+
+    def state_bytes(self, num_elements: int) -> int:
+        """At rest, of one value that an optimizer keeps for each element."""
+        if self.eight_bit_state:
+            return -(-num_elements // BLOCK) * STATE_ROW_BYTES
+        return num_elements * self.rest.itemsize
+
     def training_bytes(self, num_elements: int, trains: bool) -> int:
         """Of elements at rest; where they train, with gradients and Adam's state."""
-        return num_elements * self.rest.itemsize * (4 if trains else 1)
+        rest = num_elements * self.rest.itemsize
+        return 2 * (rest + self.state_bytes(num_elements)) if trains else rest
 
     @property
     def eight_bit_across(self) -> bool:
@@ -187,6 +203,7 @@ def lane_dtypes(
     scattered: bool = False,
     crosses: bool = False,
     gathers_across: bool = False,
+    eight_bit_state: bool = False,
 ) -> LaneDtypes:
     """Resolve one lane. Only real floating point values are ever cast.
 
@@ -210,7 +227,8 @@ def lane_dtypes(
     across = precision.across if crosses and torch.float64 not in (rest, compute) else None
     gather_across = across if gathers_across and across == torch.int8 else None
     total = torch.float32 if torch.int8 in (wire, across) else total
-    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across)
+    state = torch.int8 if eight_bit_state and rest in STATE_DTYPES else None
+    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across, state)
 
 
 def packed_bytes(num_elements: int) -> int:

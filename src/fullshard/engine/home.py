@@ -130,41 +130,36 @@ class Homes:
     compute: Home
     gradients: Home
     state: Home
+    transfers: Transfers  # by which values come to the compute device
 
     @staticmethod
     def on_device(device: torch.device) -> Homes:
         home = DeviceHome(device)
-        return Homes(home, home, home, home)
+        return Homes(home, home, home, home, Transfers(device, beside=False))
 
     @property
     def streams_steps(self) -> bool:
         """Whether an optimizer needs values that are not on the compute device."""
         return any(home.kind != "device" for home in (self.master, self.gradients, self.state))
 
-    @property
-    def transfers(self) -> Transfers:
-        """By which values come to the compute device, where any rests elsewhere."""
-        homes = (self.master, self.compute, self.gradients, self.state)
-        return next(home.transfers for home in homes if isinstance(home, HostHome | DiskHome))
-
 
 class HomeChoice:
     """The homes of a model's lanes, as `plan.homes` chose them."""
 
     def __init__(self, places: Iterable[LaneHomes] | None, device: torch.device, disk: Path | None) -> None:
-        self._device = device
         self._places = None if places is None else iter(places)
         self._homes: dict[Place, Home] = {"device": DeviceHome(device)}
         self.has_disk = disk is not None
+        self._transfers = Transfers(device, beside=self._places is not None)
         if self._places is not None:
-            transfers = Transfers(device)
-            self._homes["host"] = HostHome(transfers)
+            self._homes["host"] = HostHome(self._transfers)
             if disk is not None:
-                self._homes["disk"] = DiskHome(transfers, disk)
+                self._homes["disk"] = DiskHome(self._transfers, disk)
 
     def next(self) -> Homes:
         """Those of the next lane."""
-        if self._places is None:
-            return Homes.on_device(self._device)
-        at = next(self._places)
-        return Homes(*(self._homes[place] for place in (at.master, at.compute, at.gradients, at.state)))
+        at = LaneHomes() if self._places is None else next(self._places)
+        master, compute, gradients, state = (
+            self._homes[place] for place in (at.master, at.compute, at.gradients, at.state)
+        )
+        return Homes(master, compute, gradients, state, self._transfers)

@@ -197,6 +197,11 @@ class Lane:
             self._node_share.cross_ahead(tag, again)
 
     @property
+    def streams_steps(self) -> bool:
+        """Whether an optimizer steps on it in chunks: some values are elsewhere, or in another form."""
+        return self.homes.streams_steps or self.dtypes.eight_bit_state
+
+    @property
     def share_bytes(self) -> int:
         """Of this rank's part of what its node holds together; 0 where there is one level."""
         return 0 if self._node_share is None else self._node_share.size_bytes
@@ -256,7 +261,7 @@ class Lane:
 
     def settle_step(self) -> None:
         """The host waits for a step that goes on beside computing: it is about to read what that writes."""
-        if self.homes.streams_steps:
+        if self.streams_steps:
             self.homes.transfers.settle()
 
     def stepped(self) -> None:

@@ -41,6 +41,7 @@ from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.streamed_step import StreamedStep
 from fullshard.errors import OptimizerError, StateError, unit_label
+from fullshard.offload import Offload
 from fullshard.option_table import OPTIMIZER_STEPS
 from fullshard.plan.layout import Region
 
@@ -187,9 +188,9 @@ def _is_inside_another(optimizer: Optimizer) -> bool:
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
     lanes, offloads = [], []
     for runtime in runtimes:
-        if runtime.options.offload is not None:
+        if any(lane.streams_steps for lane in runtime.lanes):
             lanes += runtime.lanes
-            offloads.append(runtime.options.offload)
+            offloads.append(runtime.options.offload or Offload())
     if not lanes:
         return None
     steps = {(offload.step, offload.overlap) for offload in offloads}
@@ -200,6 +201,15 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
         )
     step, overlap = steps.pop()
     return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), step == "host", overlap)
+
+
+def streamed_step(optimizer: Optimizer) -> StreamedStep | None:
+    """That of its steps; before the first, one that has homes for states which are loaded."""
+    known = _checked.get(optimizer)
+    if known is not None:
+        return known.streamed
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return _streamed(optimizer, {runtime for p in held if (runtime := owner(p)) is not None})
 
 
 def _raw_step(optimizer: Optimizer) -> Callable[[], Any]:
@@ -345,7 +355,7 @@ def _sharded_places(
         id(p): (p, lane, index)
         for runtime in runtimes
         for lane in runtime.lanes
-        if not lane.replicated or lane.specs or lane.homes.streams_steps
+        if not lane.replicated or lane.specs or lane.streams_steps
         for index, p in enumerate(lane.parameters)
     }
     held = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -354,7 +364,7 @@ def _sharded_places(
 
 def _is_elsewhere(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> bool:
     """Whether entire tensors cannot be had: some are tensor-parallel, or offloaded."""
-    return any(lane.specs or lane.homes.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes))
+    return any(lane.specs or lane.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes))
 
 
 def _refuse_elsewhere(optimizer: Optimizer, lanes: Iterable[Lane]) -> None:
@@ -365,7 +375,12 @@ def _refuse_elsewhere(optimizer: Optimizer, lanes: Iterable[Lane]) -> None:
                 f"{name} steps on entire tensors, and {unit_label(lane.unit)} is tensor-parallel as well",
                 "Use an element-wise optimizer such as AdamW beside tensor parallelism.",
             )
-        if lane.homes.streams_steps:
+        if lane.dtypes.eight_bit_state:
+            raise OptimizerError(
+                f"{name} steps on entire tensors, and state='8bit' is for element-wise optimizers",
+                "Leave out state=, or use an element-wise optimizer such as AdamW.",
+            )
+        if lane.streams_steps:
             raise OptimizerError(
                 f"{name} steps on entire tensors, and values of {unit_label(lane.unit)} are offloaded",
                 "Leave out offload=, or use an element-wise optimizer such as AdamW.",

@@ -81,7 +81,7 @@ class Runtime:
         self.comm, self.options = comm, options
         self.lanes = [lane for unit in units for lane in unit.lanes]
         self.parameters = [p for lane in self.lanes for p in lane.parameters]
-        self._stepping = {lane.homes.transfers for lane in self.lanes if lane.homes.streams_steps}
+        self._stepping = {lane.homes.transfers for lane in self.lanes if lane.streams_steps}
         self.ignored: list[nn.Parameter] = []
         self.gathering = Gathering(self.units, comm, options)
         self.reduction = Reduction(self.units, comm, options)

@@ -21,6 +21,10 @@ the step is over when it returns.
 Numbers that an optimizer counts per call, in a parameter's state, in a group or in itself, are set back
 before each chunk, so that a step counts once. State that is not one value per element stays where the
 optimizer made it.
+
+With `fs.shard(state="8bit")` states rest in 8-bit blocks, wherever that is: they are decoded when they are
+fetched and encoded when they are stored, and a slab has them in the optimizer's own dtype. Parameters begin
+at multiples of a block in their lane, and so do ranks' intervals: no part, chunk or rank cuts a block.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fullshard.engine import low_bit
+from fullshard.engine.block_state import BlockState
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradients import Holder, plainly
 from fullshard.engine.home import Home
@@ -47,7 +53,8 @@ from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
 from fullshard.host_memory import host_zeros
 from fullshard.plan.homes import SLAB_SETS
-from fullshard.plan.layout import shard_shape
+from fullshard.plan.layout import round_up, shard_shape
+from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
 ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
 
@@ -78,18 +85,43 @@ class Span:
     stop: int
     indices: list[int]
     states: dict[_Key, torch.Tensor] = field(default_factory=dict)  # flat, in the home of states
+    _block_states: dict[tuple[_Key, int], BlockState] = field(default_factory=dict)
+
+    def in_blocks(self, key: _Key) -> bool:
+        """Whether this state rests in rows of bytes."""
+        return self.lane.dtypes.eight_bit_state and key[1] in STATE_DTYPES
 
     def state(self, key: _Key) -> torch.Tensor:
         flat = self.states.get(key)
         if flat is None:
-            flat = self.states[key] = self.lane.homes.state.zeros(self.stop - self.start, key[1])
+            count, dtype = self.stop - self.start, key[1]
+            if self.in_blocks(key):
+                count, dtype = low_bit.rows_of(count) * STATE_ROW_BYTES, torch.uint8
+            flat = self.states[key] = self.lane.homes.state.zeros(count, dtype)
         return flat
 
     def at_rest(self, key: _Key, index: int) -> torch.Tensor:
         """One parameter's state, shaped as its shard is."""
         view = self.lane.shard_views[index]
         start, stop = (place - self.start for place in range_of(self.lane, index))
-        return self.state(key)[start:stop].as_strided(view.shape, view.stride())
+        if not self.in_blocks(key):
+            return self.state(key)[start:stop].as_strided(view.shape, view.stride())
+        known = self._block_states.get((key, index))
+        if known is None:
+            rows = self.state(key).view(-1, STATE_ROW_BYTES)
+            rows = rows[start // BLOCK : low_bit.rows_of(stop)] if start < stop else rows[:0]
+            known = BlockState.make(rows, key[1], tuple(view.shape), view.stride())
+            self._block_states[key, index] = known
+        return known
+
+    def put(self, key: _Key, index: int, value: torch.Tensor) -> None:
+        """A state that was loaded, or made by the constructor, goes into its place."""
+        place = self.at_rest(key, index)
+        if isinstance(place, BlockState):
+            if value is not place:
+                place.write(value)
+        elif value.data_ptr() != place.data_ptr():
+            place.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -166,18 +198,24 @@ class StreamedStep:
     ) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
-        self._lanes = [lane for lane in lanes if lane.homes.streams_steps]
+        self._lanes = [lane for lane in lanes if lane.streams_steps]
         self._parameters = [p for lane in self._lanes for p in lane.parameters if id(p) in held]
-        self._chunks = [c for span in spans_of(self._lanes, held) for c in chunks_of(span, chunk)]
+        self._spans = spans_of(self._lanes, held)
+        self._chunks = [c for span in self._spans for c in chunks_of(span, chunk)]
         # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
         self._on_disk = [c for c in self._chunks if isinstance(c.span.lane.homes.state, DiskHome)]
         self._in_memory = [c for c in self._chunks if c not in self._on_disk]
         homes = [home for lane in self._lanes for home in (lane.home, lane.homes.state)]
         self._disk = list({id(home): home for home in homes if isinstance(home, DiskHome)}.values())
-        self._transfers = self._lanes[0].homes.transfers if self._lanes else Transfers(torch.device("cpu"))
+        away = [lane.homes for lane in self._lanes if lane.homes.streams_steps]
+        near = [lane.homes for lane in self._lanes]
+        self._transfers = (away or near)[0].transfers if near else Transfers(torch.device("cpu"))
+        self._places = {span.lane.parameters[i]: (span, i) for span in self._spans for i in span.indices}
         size = max((c.stop - c.start for c in self._chunks), default=0)
         self._site = _Site(self._transfers, on_host)
-        self._slabs = [_Slabs(size, self._site) for _ in range(SLAB_SETS)]
+        # Where nothing comes from elsewhere, there is nothing to run ahead of.
+        num_sets = SLAB_SETS if away else 1
+        self._slabs = [_Slabs(round_up(size, BLOCK), self._site) for _ in range(num_sets)]
         self._next_slabs = 0
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, _State] = {}
@@ -194,6 +232,17 @@ class StreamedStep:
         optimizer = self._reference()
         assert optimizer is not None
         return optimizer
+
+    def put_state(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
+        """A state that was loaded, as it rests between steps: encoded, if it rests in blocks."""
+        span, index = self._places.get(parameter, (None, 0))  # type: ignore[call-overload]
+        if span is None or not _is_element_wise(value, span.lane.shard_views[index].shape):
+            return value
+        key = name, value.dtype
+        if not span.in_blocks(key):
+            return value
+        span.put(key, index, value)
+        return span.at_rest(key, index)
 
     def run(self, step: Callable[[], Any]) -> None:
         """`step` on everything that is streamed. That on all other parameters, torch's own call, follows."""
@@ -232,7 +281,7 @@ class StreamedStep:
             shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
             if not shown:
                 continue
-            if len(fetched) == SLAB_SETS - 1:
+            if len(fetched) == max(1, len(self._slabs) - 1):
                 self._finish_chunk(fetched.popleft(), before, step)
             fetched.append(self._fetch(chunk, shown))
         while fetched:
@@ -316,7 +365,7 @@ class StreamedStep:
                     state.move_numbers(self._site.device)
                 self._states[parameter] = state
         slabs = self._slabs[self._next_slabs]
-        self._next_slabs = (self._next_slabs + 1) % SLAB_SETS
+        self._next_slabs = (self._next_slabs + 1) % len(self._slabs)
         staged = _Staged(chunk, shown, slabs)
         gradients = lane.gradients
         if self._site.on_host:
@@ -333,7 +382,7 @@ class StreamedStep:
         with self._site.inbound(slabs.free, landed, self._begun):
             for place in staged.places():
                 if place.is_on_disk:
-                    place.home.read_ahead(place.at_rest, place.start, len(place.values))
+                    place.read_ahead()
                 else:
                     place.fetch()
             staged.fetched = self._site.mark_inbound()
@@ -490,6 +539,9 @@ class _Place:
     def is_on_disk(self) -> bool:
         return self.home.kind == "disk"
 
+    def read_ahead(self) -> None:
+        self.home.read_ahead(self.at_rest, self.start, len(self.values))
+
     def fetch(self) -> None:
         if self.is_copy:
             self.home.fetch(self.at_rest, self.start, self.values)
@@ -497,6 +549,51 @@ class _Place:
     def store(self) -> None:
         if self.is_copy:
             self.home.store(self.at_rest, self.start, self.values)
+
+
+@dataclass
+class _BlockPlace(_Place):
+    """Of a state in 8-bit blocks: `at_rest` is bytes, `start` the first of them, and values fill all rows."""
+
+    @property
+    def _num_bytes(self) -> int:
+        return low_bit.rows_of(len(self.values)) * STATE_ROW_BYTES
+
+    def _rows_here(self) -> torch.Tensor | None:
+        """The rows themselves, where they rest on the device of the values."""
+        if self.is_on_disk or self.at_rest.device != self.values.device:
+            return None
+        return self.at_rest.data[self.start : self.start + self._num_bytes].view(-1, STATE_ROW_BYTES)
+
+    def read_ahead(self) -> None:
+        self.home.read_ahead(self.at_rest, self.start, self._num_bytes)
+
+    def fetch(self) -> None:
+        rows = self._rows_here()
+        if rows is None:
+            rows = self._staging()
+            self.home.fetch(self.at_rest, self.start, rows.view(-1))
+            if self._leaves_the_device:  # a processor does not wait for a copy by itself
+                torch.cuda.current_stream(self.at_rest.device).synchronize()
+        low_bit.decode(rows, self.values)
+
+    def store(self) -> None:
+        rows = self._rows_here()
+        if rows is not None:
+            low_bit.encode(self.values, rows)
+            return
+        rows = self._staging()
+        low_bit.encode(self.values, rows)
+        self.home.store(self.at_rest, self.start, rows.view(-1))
+
+    def _staging(self) -> torch.Tensor:
+        """On the stream of the copy, which alone uses it."""
+        rows = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.values.device)
+        return rows.view(-1, STATE_ROW_BYTES)
+
+    @property
+    def _leaves_the_device(self) -> bool:
+        return self.at_rest.is_cuda and not self.values.is_cuda
 
 
 class _Slabs:
@@ -507,13 +604,13 @@ class _Slabs:
         self._slabs: dict[_Key, torch.Tensor] = {}
         self.free: Mark | None = None  # the last chunk is stored
 
-    def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
         slab = self._slabs.get((kind, dtype))
         if slab is None:
             self._site.wait(self.free)
             slab = self._slabs[kind, dtype] = self._site.memory(self._num_elements, dtype)
             self.free = self._site.transfers.now()  # the memory may have been used on the compute stream
-        return slab[: chunk.stop - chunk.start]
+        return slab[: round_up(chunk.stop - chunk.start, multiple)]
 
     def place(self, chunk: Chunk, kind: str, home: Home, at_rest: torch.Tensor, start: int) -> _Place:
         """Where `chunk`'s values of one kind are while it steps; they rest from element `start` on."""
@@ -543,8 +640,11 @@ class _Staged:
 
     def place_of_state(self, key: _Key) -> _Place:
         chunk, span = self.chunk, self.chunk.span
-        home, at_rest = span.lane.homes.state, span.states[key]
-        return self.slabs.place(chunk, key[0], home, at_rest, chunk.start - span.start)
+        home, at_rest, start = span.lane.homes.state, span.states[key], chunk.start - span.start
+        if not span.in_blocks(key):
+            return self.slabs.place(chunk, key[0], home, at_rest, start)
+        values = self.slabs.slab(chunk, key[0], key[1], multiple=BLOCK)
+        return _BlockPlace(home, at_rest, start // BLOCK * STATE_ROW_BYTES, values, is_copy=True)
 
 
 def _shaped(flat: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
@@ -564,9 +664,7 @@ class _State:
         shape = span.lane.shard_views[index].shape
         self._keys = {k: (k, v.dtype) for k, v in known.items() if _is_element_wise(v, shape)}
         for name, key in self._keys.items():
-            place = span.at_rest(key, index)
-            if known[name].data_ptr() != place.data_ptr():  # loaded, or made by the constructor
-                place.copy_(known[name])
+            span.put(key, index, known[name])
         self._keys_before = self._keys
         self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
         self._is_new = not known

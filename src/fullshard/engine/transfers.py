@@ -50,11 +50,11 @@ class Mark:
 
 
 class Transfers:
-    """The streams of one compute device."""
+    """The streams of one compute device; without any, everything is in the order of the compute stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, beside: bool = True) -> None:
         self.device = device
-        on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda" and beside
         self._up, self._gathers, self._down, self._update = (
             torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
             for _ in range(4)

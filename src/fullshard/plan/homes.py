@@ -40,6 +40,7 @@ class LaneBytes:
     state: int
     num_elements: int
     stays: bool = False  # on the device, whatever the budget
+    in_blocks: bool = False  # state rests in 8-bit blocks, and is brought to its dtype for a step
 
     @property
     def total(self) -> int:
@@ -96,11 +97,13 @@ def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
     num_elements = lane.layout.total if replicated else lane.layout.interval
     rest = num_elements * lane.dtypes.rest.itemsize
     trained, stays = rest if lane.trainable else 0, not lane.offload
+    state = STATES * lane.dtypes.state_bytes(num_elements) if lane.trainable else 0
+    in_blocks = lane.dtypes.eight_bit_state
     if lane.dtypes.compute == lane.dtypes.rest:
-        return LaneBytes(rest, 0, trained, STATES * trained, num_elements, stays)
+        return LaneBytes(rest, 0, trained, state, num_elements, stays, in_blocks)
     packs = lane.dtypes.eight_bit_gather and lane.layout.ranks > 1  # from the master itself
     compute = 0 if packs else num_elements * lane.dtypes.compute.itemsize
-    return LaneBytes(compute, rest, trained, STATES * trained, num_elements, stays)
+    return LaneBytes(compute, rest, trained, state, num_elements, stays, in_blocks)
 
 
 def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, free: Free) -> Budget:
@@ -250,18 +253,24 @@ def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place,
 def slab_bytes(
     lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
 ) -> int:
-    """Memory of a streamed step where it runs: SLAB_SETS chunks of each kind that rests elsewhere."""
+    """Memory of a streamed step where it runs: SLAB_SETS chunks of each kind that rests elsewhere.
+
+    State in 8-bit blocks has slabs wherever it rests; where nothing rests elsewhere, one set of them.
+    """
     by_kind: dict[str, int] = {}  # bytes per element
-    num_elements = 0
+    num_elements, sets = 0, 1
     for lane, home in zip(lanes, homes, strict=True):
-        if not (home.streams_steps and lane.gradients):
+        if not ((home.streams_steps or lane.in_blocks) and lane.gradients):
             continue
         num_elements = max(num_elements, min(chunk, lane.num_elements))
+        sets = SLAB_SETS if home.streams_steps else sets
         for kind, place, num_bytes in held(lane, home):
             name = kind if lane.master or kind != "compute" else "master"  # one shard for both
-            if place != step:
-                by_kind[name] = max(by_kind.get(name, 0), num_bytes // lane.num_elements)
-    return SLAB_SETS * num_elements * sum(by_kind.values())
+            in_blocks = kind == "state" and lane.in_blocks
+            if place != step or in_blocks:
+                size_bytes = STATES * lane.gradients if in_blocks else num_bytes  # in its own dtype
+                by_kind[name] = max(by_kind.get(name, 0), size_bytes // lane.num_elements)
+    return sets * num_elements * sum(by_kind.values())
 
 
 @dataclass(frozen=True)

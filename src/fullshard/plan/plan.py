@@ -14,9 +14,19 @@ import torch
 from torch import nn
 
 from fullshard.byte_sizes import size
+from fullshard.errors import OptionError
 from fullshard.offload import Offload
 from fullshard.options import Options
-from fullshard.plan.homes import KINDS, PLACES, Free, Resting, rest_under
+from fullshard.plan.homes import (
+    KINDS,
+    PLACES,
+    Free,
+    LaneHomes,
+    Resting,
+    bytes_of,
+    rest_under,
+    slab_bytes,
+)
 from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
 from fullshard.plan.schedule import Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import Member, Unit, find_units, looks_up_only
@@ -158,6 +168,20 @@ class Plan:
         return sum(lane.rest_bytes(self._replicated) for lane in lanes)
 
     @property
+    def state_bytes(self) -> int:
+        """Adam's state at rest."""
+        lanes = [lane for unit in self.units for lane in unit.lanes]
+        return sum(bytes_of(lane, self._replicated).state for lane in lanes)
+
+    @property
+    def slab_bytes(self) -> int:
+        """What an optimizer's step in chunks takes besides, where it runs."""
+        if self.resting is not None:
+            return self.resting.slab_bytes
+        lanes = [bytes_of(lane, self._replicated) for unit in self.units for lane in unit.lanes]
+        return slab_bytes(lanes, [LaneHomes()] * len(lanes), Offload.chunk)
+
+    @property
     def full_bytes_at_peak(self) -> int:
         """Full values that are held at the same time, the next unit's included if it is prefetched."""
         return max(self.schedule.full_bytes_at(self.schedule.calls()))
@@ -247,10 +271,13 @@ class Plan:
         return [f"node copy: the node's share stays from forward to backward, {held} in all"]
 
     def _at_rest(self) -> list[str]:
-        return [
+        lines = [
             f"at rest: parameters {size(self.parameter_bytes)}, gradients {size(self.gradient_bytes)}, "
-            f"Adam state {size(2 * self.gradient_bytes)}"
+            f"Adam state {size(self.state_bytes)}"
         ]
+        if self.slab_bytes:
+            lines.append(f"optimizer step: slabs of {size(self.slab_bytes)} on the device")
+        return lines
 
     def _at_rest_by_home(self, resting: Resting) -> list[str]:
         budget = resting.budget
@@ -322,9 +349,12 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
             scattered=options.reduce == "scatter",
             crosses=options.nodes > 1,
             gathers_across=options.two_level,
+            eight_bit_state=options.state == "8bit",
         )
         for dtype, trainable, fixed in groups
     ]
+    if options.state == "8bit":
+        _require_states_in_blocks(list(zip(dtypes, groups.values(), strict=True)))
     aligns = _aligns(list(zip(dtypes, groups.values(), strict=True)), ranks)
     lanes = []
     for (_, trainable, _), members, each, align in zip(groups, groups.values(), dtypes, aligns, strict=True):
@@ -333,6 +363,18 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
             layout = with_regions(layout, [m.region for m in members])
         lanes.append((LanePlan(layout, each, trainable, unit.policy.offload), members))
     return lanes
+
+
+def _require_states_in_blocks(lanes: Sequence[tuple[LaneDtypes, list[Member]]]) -> None:
+    """Of what trains: an optimizer keeps nothing for the rest."""
+    for dtypes, members in lanes:
+        first = members[0]
+        if first.parameter.requires_grad and not dtypes.eight_bit_state:
+            raise OptionError(
+                f"state is '8bit', and parameter {first.name!r} is {_short(dtypes.rest)}: only states of "
+                "float32 and bfloat16 parameters rest in 8-bit blocks",
+                "Leave out state=; or convert the parameter, freeze it, or list it in ignore=[...].",
+            )
 
 
 def _aligns(lanes: Sequence[tuple[LaneDtypes, list[Member]]], ranks: int) -> list[int]:

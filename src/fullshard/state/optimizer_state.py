@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fullshard.engine.block_state import BlockState, decoded
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import owned_step, owner
+from fullshard.engine.optimizers import owned_step, owner, streamed_step
 from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
@@ -23,8 +24,8 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
     if hooks is None or _to_shards in hooks.values():
         return  # without hooks: a wrapper, whose state dict is that of the optimizer inside
     optimizer.register_state_dict_post_hook(_to_shards)
-    optimizer.register_load_state_dict_post_hook(_to_own_elements)
-    _to_own_elements(optimizer)
+    optimizer.register_load_state_dict_post_hook(_take_loaded)
+    _take_loaded(optimizer)
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
@@ -40,7 +41,8 @@ def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
 def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     places = _places(optimizer)
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    state = dict(state_dict["state"])  # its values are the optimizer's own dicts
+    # The values of a state dict are the optimizer's own dicts, and states in blocks are of no use elsewhere.
+    state = {index: _decoded(own) for index, own in state_dict["state"].items()}
     for index, parameter in enumerate(order):
         if index in state and id(parameter) in places:
             lane, at = places[id(parameter)]
@@ -66,6 +68,23 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
         spec = lane.specs[index]
         return value if spec is None else spec.wrap(value)
     return shard_of(lane, index, value, key)
+
+
+def _decoded(state: Any) -> Any:
+    if isinstance(state, dict) and any(isinstance(value, BlockState) for value in state.values()):
+        return {key: decoded(value) for key, value in state.items()}
+    return state
+
+
+def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """What load_state_dict was given becomes state as it rests here."""
+    _to_own_elements(optimizer)
+    streamed = streamed_step(optimizer)
+    if streamed is None:
+        return
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            state[key] = streamed.put_state(parameter, key, value)
 
 
 def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:

@@ -49,6 +49,7 @@ training:                    # sizes of batches are of all ranks together
 #   precision: fp32          # bf16, fp16
 #   checkpoint_activations: false  # true; offload: and block inputs in host memory
 #   offload: null            # host, optimizer, auto, or {device: 22GiB, host: 90GiB, disk: /scratch/run}
+#   state: exact             # 8bit: the optimizer's state in 8-bit blocks
 
 # evaluation:
 #   every: 100               # steps; 0 is never

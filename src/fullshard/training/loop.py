@@ -115,6 +115,7 @@ class Run:
             precision=settings.sharding.precision,
             checkpoint_activations=settings.sharding.checkpoint_activations,
             offload=settings.sharding.offload,
+            state=settings.sharding.state,
             materialize=self.job.subject.materialize,
             device=self.job.device,
         )

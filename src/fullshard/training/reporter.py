@@ -55,6 +55,8 @@ class Reporter(Watcher):
         where = "one GPU each" if self._job.device.type == "cuda" else "on the CPU"
         memory = "allocated on its GPU" if self._job.device.type == "cuda" else "resident in its process"
         precision: str = sharding.precision
+        if sharding.state != "exact":
+            precision += f", {sharding.state} optimizer state"
         if sharding.offload is not None:
             precision += f", offload {sharding.offload if isinstance(sharding.offload, str) else 'by budget'}"
         tokens = len(self._job.train) * settings.training.sequence_length

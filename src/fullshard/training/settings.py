@@ -109,6 +109,7 @@ class Sharding:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpoint_activations: CheckpointActivations = False
     offload: Literal["host", "optimizer", "auto"] | Offload | None = None
+    state: Literal["exact", "8bit"] = "exact"
 
 
 @dataclass(frozen=True)

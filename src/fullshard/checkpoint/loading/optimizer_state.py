@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fullshard.checkpoint.loading.planning import LoadPlan, check_shape, listed,
 from fullshard.checkpoint.loading.reading import DAMAGED, Stored
 from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume, check_fits
 from fullshard.checkpoint.parameters import Site, sites, sites_by_group
-from fullshard.engine.optimizers import owned_step
+from fullshard.engine.optimizers import owned_step, streamed_step
 from fullshard.engine.tensor_parallel import put
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
@@ -33,6 +34,7 @@ class OptimizerLoad:
             tuple[dict[str, Any], str, Callable[[], Any]]
         ] = []  # into which state, and as what
         self._by_group = sites_by_group(sites(resume.runtime, model), optimizer)
+        self._streamed = streamed_step(optimizer)
         self._state: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -199,6 +201,12 @@ class OptimizerLoad:
             tensor_reader(work, self._resume.source, dtype, get)(stored)
         else:
             shard_reader(work, self._resume.source, site, dtype, get)(stored)
+            if self._streamed is not None:  # one tensor at a time is there with all its bytes
+                work.reads.append(partial(self._put_to_rest, site, key, state))
+
+    def _put_to_rest(self, site: Site, key: str, state: dict[str, Any]) -> None:
+        assert self._streamed is not None
+        state[key] = self._streamed.put_state(site.parameter, key, state[key])
 
     def _dtype(self, site: Site, stored: Stored, before: Any) -> torch.dtype:
         """The dtype of a state with its parameter's shape: if it was the parameter's dtype, it still is."""

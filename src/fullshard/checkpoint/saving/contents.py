@@ -30,6 +30,7 @@ from fullshard.checkpoint.parameters import (
 )
 from fullshard.checkpoint.saving import entire_state
 from fullshard.comm.groups import as_bytes
+from fullshard.engine.block_state import BlockState
 from fullshard.engine.optimizers import owned_step
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
@@ -89,7 +90,8 @@ def _even_slice(site: Site, local: torch.Tensor, dtype: torch.dtype | None) -> L
     assert lane is not None
     spec = lane.specs[site.index]
     assert spec is not None
-    part = local.detach().to(lane.comm.device) if lane.replicated else _tensor_parallel_part(site, local)
+    local = plain(local)
+    part = local.to(lane.comm.device) if lane.replicated else _tensor_parallel_part(site, local)
     members = lane.comm.world.members
     index, count = members.index(lane.comm.world_rank), prod(spec.shape)
     start, stop = (count * i // len(members) for i in (index, index + 1))
@@ -240,7 +242,8 @@ def _add_state(
     name = f"{site.name}.{key}"
     if not isinstance(value, torch.Tensor):
         return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
-    value = plain(value)
+    if not isinstance(value, BlockState):  # which is decoded when it is written, tensor by tensor
+        value = plain(value)
     headers.check_dtype(name, value.dtype)
     device = "host" if value.device.type == "cpu" else "device"
     if kind == "scalar" and value.numel() == 1:
