@@ -21,6 +21,8 @@ ABOUT = {
     "planning": "memory and time of a step, before it runs",
     "checkpoint": "fs.save, fs.load, foreign formats",
     "api": "fs.shard, fs.full, fs.plan, ...",
+    "doctor": "fullshard doctor, fs.check",
+    "public names": "import fullshard as fs",
     "torch_fsdp": "FSDP1, FSDP2",
     "hugging_face": "Trainer, Accelerate",
     "lightning": "Trainer, Fabric",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.newest import latest
     from fullshard.checkpoint.save import save
     from fullshard.data import Batches
+    from fullshard.doctor.check import check
     from fullshard.errors import FullshardError
     from fullshard.offload import Offload
     from fullshard.precision import Precision
@@ -31,6 +32,7 @@ else:
             "Offload": "fullshard.offload",
             "Precision": "fullshard.precision",
             "accumulate": "fullshard.api",
+            "check": "fullshard.doctor.check",
             "even_batches": "fullshard.api",
             "full": "fullshard.api",
             "inference": "fullshard.api",
@@ -50,6 +52,7 @@ __all__ = [
     "Precision",
     "__version__",
     "accumulate",
+    "check",
     "even_batches",
     "full",
     "inference",

@@ -82,6 +82,20 @@ def compute_device(device: torch.device) -> torch.device:
     return device
 
 
+def variables_of_rank(rank: int, ranks: int, port: int, hides_gpus: bool) -> dict[str, str]:
+    """The environment of a process that is one of several ranks on this host; of `ranks` = 1, a process that
+    no launcher started."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
+    if ranks > 1:
+        places = (rank, ranks, rank, ranks, "127.0.0.1", port)
+        variables |= {name: str(value) for name, value in zip(ours, places, strict=True)}
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    if hides_gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    return variables
+
+
 def cores() -> int:
     """Cores that this process may use, by its affinity and its container's quota."""
     try:

@@ -58,7 +58,7 @@ class Patches:
 
     def _exchange(self, owner: type | ModuleType, name: str, before: Any, after: Any) -> None:
         setattr(owner, name, after)
-        if isinstance(owner, ModuleType):
+        if isinstance(owner, ModuleType) and self._packages:
             for module_name, module in list(sys.modules.items()):
                 package = module_name.partition(".")[0]
                 if not self._packages.isdisjoint((package, "*")) and _attributes(module).get(name) is before:

@@ -37,7 +37,7 @@ BASE = {
     "integrations",
     "patches",
 }
-API = {"", "api", "build", "data"}
+API = {"api", "build", "data"}
 # Each room and the rooms that it may import from. Inside a room the order is free.
 ARROWS: dict[str, set[str]] = {
     "base": set(),
@@ -49,6 +49,8 @@ ARROWS: dict[str, set[str]] = {
     "planning": {"base", "plan", "comm", "engine"},
     "api": {"base", "plan", "comm", "engine", "state", "checkpoint", "model_libraries", "planning"},
     "checkpoint": {"base", "plan", "comm", "engine", "state"},
+    "doctor": {"base", "plan", "comm", "engine", "api", "checkpoint"},
+    "public names": {"base", "api", "checkpoint", "doctor"},
     "torch_fsdp": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
     "hugging_face": {"base", "plan", "comm", "engine", "state", "api", "checkpoint", "model_libraries"},
     "lightning": {"base", "plan", "comm", "engine", "state", "api", "checkpoint"},
@@ -60,6 +62,7 @@ ARROWS: dict[str, set[str]] = {
         "comm",
         "engine",
         "planning",
+        "doctor",
         "api",
         "checkpoint",
         "hugging_face",
@@ -83,6 +86,8 @@ FILES = _files()
 
 def _room(module: str) -> str:
     first = module.split(".")[0]
+    if module == "":
+        return "public names"
     if module in BASE:
         return "base"
     return "api" if module in API else "tools" if first == "__main__" else first
@@ -169,8 +174,8 @@ def test_only_one_module_reads_the_environment() -> None:
         )
 
 
-def test_public_names_are_at_most_fifteen_and_all_there() -> None:
-    assert len(fs.__all__) <= 15
+def test_public_names_are_at_most_sixteen_and_all_there() -> None:
+    assert len(fs.__all__) <= 16
     for name in fs.__all__:
         assert getattr(fs, name).__doc__, f"fs.{name} has no docstring"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.errors import DamagedCheckpoint, FullshardError
-from fullshard.tools.cli import checkpoints, completion, launch, machine, plan, simulate, train
+from fullshard.tools.cli import checkpoints, completion, doctor, launch, machine, plan, simulate, train
 from fullshard.tools.cli.commands import Command, shown
 from fullshard.tools.cli.values import one_of
 from fullshard.version import VERSION
@@ -20,6 +20,7 @@ COMMANDS: tuple[Command, ...] = (
     launch.LAUNCH,
     plan.PLAN,
     simulate.SIMULATE,
+    doctor.DOCTOR,
     checkpoints.INSPECT,
     checkpoints.VERIFY,
     checkpoints.EXPORT,

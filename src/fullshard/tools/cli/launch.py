@@ -104,7 +104,7 @@ def parse(words: Sequence[str]) -> tuple[Launching, bool]:
     options = [word for word in options if word not in ("-m", "--") and not word.startswith(_OURS)]
     is_module = _flag(given, "module")
     _refuse(given)
-    _require_script(script[0], is_module)
+    require_script(script[0], is_module)
     nodes = str(given.get("nnodes", "1"))
     if nodes in ("1", "1:1") and not _RENDEZVOUS & set(given):
         options = ["--standalone", *options]
@@ -182,7 +182,7 @@ def _refuse(given: dict[str, Any]) -> None:
         )
 
 
-def _require_script(script: str, is_module: bool) -> None:
+def require_script(script: str, is_module: bool) -> None:
     if not is_module:
         if not Path(script).exists():
             meant = f" Did you mean {script}.py?" if Path(f"{script}.py").exists() else ""

@@ -21,17 +21,11 @@ from typing import Any
 
 def main(words: Sequence[str]) -> None:
     """Run a script, or with -m a module, and exit as it does."""
-    as_module = words[0] == "-m"
-    target, *rest = words[1:] if as_module else words
     from fullshard.hugging_face import turn_on
 
     turn_on()
-    sys.argv = [target, *rest]
     try:
-        if as_module:
-            _run_module(target)
-        else:
-            _run_script(target)
+        become(words)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  as python's own last resort
@@ -40,6 +34,17 @@ def main(words: Sequence[str]) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         raise SystemExit(1) from None
+
+
+def become(words: Sequence[str]) -> None:
+    """Be the script, or with -m the module, of these words: its code runs as `__main__`."""
+    as_module = words[0] == "-m"
+    target, *rest = words[1:] if as_module else words
+    sys.argv = [target, *rest]
+    if as_module:
+        _run_module(target)
+    else:
+        _run_script(target)
 
 
 def _run_script(path: str) -> None:

@@ -1,0 +1,646 @@
+"""Functions over recorded events, each named after what it finds. Pure: no tensors, no ranks.
+
+A run is the list of events of each rank. `Examination` has the sharded run, and where there are such the run
+as one process and the resumed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+from fullshard.doctor.findings import Finding
+
+Event = dict[str, Any]
+Run = list[list[Event]]
+_CLOSE = 0.01
+
+
+@dataclass(frozen=True)
+class Examination:
+    sharded: Run
+    single: list[Event] = field(default_factory=list)
+    resumed: Run = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.sharded)
+
+
+Judge = Callable[[Examination], Iterator[Finding]]
+
+
+def of_kind(events: Sequence[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event["kind"] in kinds]
+
+
+def training_calls(events: Sequence[Event]) -> list[Event]:
+    return [event for event in of_kind(events, "call") if event["trains"]]
+
+
+def _close(a: float, b: float, within: float = _CLOSE) -> bool:
+    return abs(a - b) <= within * max(abs(a), abs(b))
+
+
+def _pairs(ranks: int) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(ranks) for j in range(i + 1, ranks)]
+
+
+# ---- data and random numbers
+
+
+def _varied(call: Event) -> list[str]:
+    return [tensor["print"] for tensor in call["inputs"] if tensor["varied"]]
+
+
+def _first_rows(calls: Sequence[Event]) -> list[str]:
+    """Samples of a rank, until it sees one of them again."""
+    seen: list[str] = []
+    for call in calls:
+        rows = [row for tensor in call["inputs"] for row in tensor["rows"]]
+        if set(rows) & set(seen):
+            break
+        seen += rows
+    return seen
+
+
+def same_data(examined: Examination) -> Iterator[Finding]:
+    calls = [training_calls(events) for events in examined.sharded]
+    for i, j in _pairs(examined.ranks):
+        compared = [(a, b) for a, b in zip(calls[i], calls[j], strict=False) if _varied(a) and _varied(b)]
+        equal = [a for a, b in compared if _varied(a) == _varied(b)]
+        if equal and len(equal) * 2 > len(compared):
+            detail = f"the inputs of ranks {i} and {j} are equal in {len(equal)} of {len(compared)} calls"
+            yield Finding("same-data-on-ranks", detail, step=equal[0]["step"])
+            return
+        rows, others = _first_rows(calls[i]), _first_rows(calls[j])
+        shared = [row for row in others if row in set(rows)]
+        if len(shared) >= 4 and len(shared) * 2 > len(others):
+            detail = f"{len(shared)} of {len(others)} samples of rank {j} are also read by rank {i}"
+            yield Finding("same-data-on-ranks", detail)
+            return
+
+
+def _draws_by_call(events: Sequence[Event]) -> list[list[Event]]:
+    """Random draws inside each training call."""
+    calls: list[list[Event]] = []
+    inside: list[Event] = []
+    for event in events:
+        if event["kind"] == "draw" and event["inside"]:
+            inside.append(event)
+        elif event["kind"] == "call":
+            if event["trains"]:
+                calls.append(inside)
+            inside = []
+    return calls
+
+
+def _size(draw: Event) -> int:
+    size = 1
+    for extent in draw["shape"]:
+        size *= extent
+    return size
+
+
+def same_dropout(examined: Examination) -> Iterator[Finding]:
+    calls = [training_calls(events) for events in examined.sharded]
+    draws = [_draws_by_call(events) for events in examined.sharded]
+    for i, j in _pairs(examined.ranks):
+        for index, (a, b) in enumerate(zip(calls[i], calls[j], strict=False)):
+            mine, other = draws[i][index], draws[j][index]
+            large = [x for x, y in zip(mine, other, strict=False) if x["print"] == y["print"]]
+            drawn_alike = sum(map(_size, large)) >= 16 and len(large) == len(mine)
+            if drawn_alike or (a["random"] == b["random"] and a["draws_random"] and b["draws_random"]):
+                detail = f"ranks {i} and {j} draw the same random numbers in forward (dropout, noise)"
+                yield Finding("same-random-numbers-on-ranks", detail, step=a["step"])
+                return
+
+
+def same_augmentation(examined: Examination) -> Iterator[Finding]:
+    """Noise for a batch that ranks draw alike, and that is not the batch itself or cut from it."""
+    inputs = {
+        part
+        for events in examined.sharded
+        for call in of_kind(events, "call")
+        for tensor in call["inputs"]
+        for part in (tensor["print"], *tensor["rows"])
+    }
+    shapes = {tuple(t["shape"]) for call in training_calls(examined.sharded[0]) for t in call["inputs"]}
+    batches = {shape[0] for shape in shapes if len(shape) > 1 and shape[0] > 1}
+    outside = [
+        [d for d in of_kind(events, "draw") if not d["inside"] and d["shape"] and d["shape"][0] in batches]
+        for events in examined.sharded
+    ]
+    for i, j in _pairs(examined.ranks):
+        other = {(d["step"], d["print"]) for d in outside[j]}
+        common = [d for d in outside[i] if (d["step"], d["print"]) in other and _size(d) > 1]
+        noise = [d for d in common if not inputs & {d["print"], *d["rows"]}]
+        if len({d["step"] for d in noise}) > 1:
+            detail = (
+                f"ranks {i} and {j} draw the same noise of shape {tuple(noise[0]['shape'])} for their batches"
+            )
+            yield Finding("same-random-numbers-on-ranks", detail, step=noise[0]["step"])
+            return
+
+
+# ---- the loss
+
+
+@dataclass(frozen=True)
+class _Term:
+    kind: str
+    count: float
+    factor: float  # without the scale of a GradScaler
+
+    @property
+    def divisor(self) -> float:
+        """What an element is divided by in the end."""
+        return (self.count if self.kind == "mean" else 1.0) / abs(self.factor)
+
+
+def _terms(backward: Event) -> list[_Term]:
+    scale = backward["scale"] if backward["scaled"] else 1.0
+    return [
+        _Term(term["kind"], term["count"], term["factor"] / scale)
+        for term in backward["terms"]
+        if term["factor"] and term["count"]
+    ]
+
+
+def _micro_batches(events: Sequence[Event], step: int) -> list[Event]:
+    """The backwards of a step that one line of the script called most often, since gradients were zero."""
+    backwards = [event for event in of_kind(events, "backward") if event["step"] == step]
+    first = max((index for index, event in enumerate(backwards) if event["fresh"]), default=0)
+    backwards = backwards[first:]
+    sites = [event["site"] for event in backwards]
+    often = max(sites, key=sites.count, default="")
+    return [event for event in backwards if event["site"] == often]
+
+
+def _steps(events: Sequence[Event]) -> list[int]:
+    return sorted({event["step"] for event in of_kind(events, "step")} | {0})
+
+
+def _rows(events: Sequence[Event], step: int) -> int:
+    """Samples per call."""
+    shapes = [t["shape"] for call in training_calls(events) if call["step"] == step for t in call["inputs"]]
+    return min((shape[0] for shape in shapes if shape), default=1)
+
+
+def _rows_in_the_loss(examined: Examination, step: int) -> float:
+    """Samples per rank and micro-batch that a loss counts, the mean over all: masks leave some out."""
+    backwards = [one for events in examined.sharded for one in _micro_batches(events, step)]
+    known = [one["rows"] for one in backwards if one["rows"] is not None]
+    return sum(known) / len(known) if known else float("inf")
+
+
+def loss_is_a_sum(examined: Examination) -> Iterator[Finding]:
+    if examined.ranks == 1:
+        return
+    for events in examined.sharded:
+        for step in _steps(events):
+            micro = _micro_batches(events, step)
+            rows = min(_rows(events, step), _rows_in_the_loss(examined, step))
+            for term in filter(None, (_main_term(backward) for backward in micro)):
+                divisor = term.divisor / len(micro) if term.divisor >= len(micro) else term.divisor
+                if term.kind == "sum" and 1 < rows <= term.count and divisor < 0.98 * rows:
+                    detail = f"{term.count:.0f} elements of {rows:.4g} samples are added up, not averaged"
+                    yield Finding("loss-is-a-sum", detail, step=step)
+                    return
+
+
+def uneven_mean(examined: Examination) -> Iterator[Finding]:
+    for step in _steps(examined.sharded[0]):
+        divisors: dict[int, list[tuple[int, float, float]]] = {}
+        for rank, events in enumerate(examined.sharded):
+            for backward in _micro_batches(events, step):
+                for index, term in enumerate(_terms(backward)):
+                    divisors.setdefault(index, []).append((rank, term.divisor, term.count))
+        for found in divisors.values():
+            low, high = min(found, key=lambda one: one[1]), max(found, key=lambda one: one[1])
+            if high[1] > low[1] * (1 + _CLOSE) and max(one[2] for one in found) > 1:
+                detail = (
+                    f"an element counts 1/{low[1]:.6g} on rank {low[0]} and 1/{high[1]:.6g} on rank {high[0]}"
+                )
+                yield Finding("mean-over-uneven-counts", detail, step=step)
+                return
+
+
+def _main_term(backward: Event) -> _Term | None:
+    """The one over the most elements: sums of a few, such as a router's over its experts, come beside it."""
+    return max(_terms(backward), key=lambda term: (term.count, term.kind == "mean"), default=None)
+
+
+def _mean_factor(backward: Event) -> float:
+    """Of the largest term that is a mean."""
+    return max((abs(term.factor) for term in _terms(backward) if term.kind == "mean"), default=0.0)
+
+
+def accumulation_without_division(examined: Examination) -> Iterator[Finding]:
+    for events in examined.sharded:
+        for step in _steps(events):
+            micro = _micro_batches(events, step)
+            largest = [
+                max((abs(t.factor) for t in _terms(b) if t.kind == "mean"), default=0.0) for b in micro
+            ]
+            if len(micro) < 2 or not all(_close(one, 1.0) for one in largest):
+                continue
+            norms = [e["norm"] for e in of_kind(events, "gradients", "step begins") if e["step"] == step]
+            divided = len(norms) > 1 and norms[-2] and _close(norms[-1] / norms[-2], 1 / len(micro))
+            if not divided:
+                detail = f"{len(micro)} micro-batches per step, each with factor 1 instead of 1/{len(micro)}"
+                yield Finding("accumulation-without-division", detail, step=step)
+                return
+
+
+def clipping_before_unscaling(examined: Examination) -> Iterator[Finding]:
+    for events in examined.sharded:
+        for clip in of_kind(events, "clip"):
+            if clip["scaled"]:
+                detail = f"a norm of {clip['norm']:.4g} was clipped to {clip['max_norm']:.4g} before unscale_"
+                yield Finding("clipping-before-unscaling", detail, step=clip["step"])
+                return
+            scale = max(
+                (abs(t.factor) for b in _micro_batches(events, clip["step"]) for t in _terms(b)), default=1.0
+            )
+            after = min(clip["norm"], clip["max_norm"])
+            begins = [e["norm"] for e in of_kind(events, "step begins") if e["step"] == clip["step"]]
+            if scale > 4 and begins and begins[0] and _close(after / begins[0], scale, 0.05):
+                detail = f"the loss is scaled by {scale:.6g}, and gradients are divided by it after clipping"
+                yield Finding("clipping-before-unscaling", detail, step=clip["step"])
+                return
+
+
+# ---- parameters and buffers
+
+
+def batchnorm_statistics(examined: Examination) -> Iterator[Finding]:
+    last = [of_kind(events, "step")[-1:] for events in examined.sharded]
+    steps = [found[0] for found in last if found]
+    for name, (value, kind) in (steps[0]["buffers"] if steps else {}).items():
+        differing = [r for r, step in enumerate(steps) if step["buffers"].get(name, [value])[0] != value]
+        if differing:
+            normalises = "BatchNorm" in kind or "InstanceNorm" in kind
+            found = "batchnorm-statistics-differ" if normalises else "buffer-differs-between-ranks"
+            detail = f"{name!r} of a {kind} is not the same on ranks 0 and {differing[0]}"
+            yield Finding(found, detail, tensor=name, step=steps[0]["step"])
+            if normalises:
+                return
+
+
+def parameter_not_synchronised(examined: Examination) -> Iterator[Finding]:
+    steps = [of_kind(events, "step")[-1:] for events in examined.sharded]
+    last = [found[0] for found in steps if found]
+    for name, value in (last[0]["beside"] if last else {}).items():
+        if any(step["beside"].get(name, value) != value for step in last):
+            detail = f"{name!r} is trained on every rank by itself, and has different values there"
+            yield Finding("parameter-not-synchronised", detail, tensor=name, step=last[0]["step"])
+            return
+    ranges: dict[tuple[str, int, int], tuple[int, str]] = {}
+    for rank, step in enumerate(last):
+        for name, (start, stop, value) in step["copies"].items():
+            first = ranges.setdefault((name, start, stop), (rank, value))
+            if first[1] != value:
+                detail = f"{name!r} is not the same on ranks {first[0]} and {rank}, which hold copies of it"
+                yield Finding("parameter-not-synchronised", detail, tensor=name, step=step["step"])
+                return
+
+
+def parameter_in_no_optimizer(examined: Examination) -> Iterator[Finding]:
+    events = examined.sharded[0]
+    steps, gradients = of_kind(events, "step"), of_kind(events, "gradients")
+    if not steps or not gradients:
+        return
+    without = set.intersection(*(set(event["without"]) for event in gradients))
+    names = [name for name in steps[-1]["unheld"] if name not in without]
+    units = {name: unit for event in of_kind(events, "sharded") for name, unit in event["parameters"].items()}
+    if names:
+        more = f", and {len(names) - 1} others" if len(names) > 1 else ""
+        yield Finding(
+            "parameter-in-no-optimizer", f"{names[0]!r}{more}", unit=units.get(names[0]), tensor=names[0]
+        )
+
+
+def frozen_parameter_changed(examined: Examination) -> Iterator[Finding]:
+    for event in of_kind(examined.sharded[0], "frozen parameter changed")[:1]:
+        yield Finding(
+            "frozen-parameter-changed",
+            repr(event["parameter"]),
+            unit=event["unit"],
+            tensor=event["parameter"],
+            step=event["step"],
+        )
+
+
+def tied_weights_untied(examined: Examination) -> Iterator[Finding]:
+    for event in of_kind(examined.sharded[0], "sharded"):
+        for first, second in event["untied"][:1]:
+            yield Finding("tied-weights-untied", f"{first!r} and {second!r}", tensor=second)
+
+
+# ---- beside one process
+
+
+def _rates(events: Sequence[Event]) -> list[float]:
+    return [max(event["rates"]) for event in of_kind(events, "step") if event["rates"]]
+
+
+def _samples(run: Sequence[Sequence[Event]], step: int) -> int:
+    return sum(
+        max((t["shape"][0] for t in call["inputs"] if t["shape"]), default=1)
+        for events in run
+        for call in training_calls(events)
+        if call["step"] == step
+    )
+
+
+def _loss_factor(events: Sequence[Event]) -> float:
+    """What the first step multiplies its mean losses by, over all micro-batches."""
+    return sum(_mean_factor(backward) for backward in _micro_batches(events, 0))
+
+
+def learning_rate(examined: Examination) -> Iterator[Finding]:
+    pairs = list(zip(_rates(examined.sharded[0]), _rates(examined.single), strict=False))
+    ratios = [here / there for here, there in pairs if there]
+    if examined.ranks == 1 or not ratios or not all(_close(one, ratios[0]) for one in ratios):
+        return
+    rate, ranks = ratios[0], examined.ranks
+    before = _loss_factor(examined.single)
+    loss = _loss_factor(examined.sharded[0]) / before if before else 1.0
+    samples = _samples([examined.single], 0)
+    batch = _samples(examined.sharded, 0) / samples if samples else 1.0
+    if any(_close(rate * loss, allowed) for allowed in (1.0, sqrt(batch), batch)):
+        return
+    detail = (
+        f"on {ranks} ranks the learning rate is {rate:.4g} times that of one process, "
+        f"the loss {loss:.4g} times and the global batch {batch:.4g} times"
+    )
+    if _close(rate, 1.0):
+        yield Finding("loss-scaled-by-ranks", detail)
+    elif any(_close(rate * loss, factor**2) for factor in (float(ranks), batch) if factor != 1):
+        yield Finding("learning-rate-scaled-twice", detail)
+    else:
+        yield Finding("learning-rate-scaled", detail)
+
+
+def _step_rows(run: Sequence[Sequence[Event]], step: int) -> list[str]:
+    return sorted(
+        row
+        for events in run
+        for call in training_calls(events)
+        if call["step"] == step
+        for tensor in call["inputs"][:1]
+        for row in tensor["rows"]
+    )
+
+
+def differs_from_one_process(examined: Examination) -> Iterator[Finding]:
+    """Where the script reads the same global batch as one process: whether the gradients are a multiple."""
+    rows = _step_rows(examined.sharded, 0)
+    single = examined.single
+    if examined.ranks == 1 or not rows or rows != _step_rows([single], 0):
+        return
+    if any(call["draws_random"] for call in training_calls(single)):
+        return
+    norms = [
+        [e["norm"] for e in of_kind(events, "gradients") if e["step"] == 0]
+        for events in (examined.sharded[0], single)
+    ]
+    if not all(norms) or not norms[1][-1]:
+        return
+    ratio = norms[0][-1] / norms[1][-1]
+    factors = [float(examined.ranks), 1 / examined.ranks]
+    if any(_close(ratio, factor, 1e-3) for factor in factors):
+        detail = f"gradients on {examined.ranks} ranks are {ratio:.6g} times those of one process"
+        yield Finding("differs-from-one-process", detail, step=0)
+
+
+# ---- resuming
+
+
+def _inputs_of(events: Sequence[Event], step: int) -> list[list[str]]:
+    return [
+        [tensor["print"] for tensor in call["inputs"]]
+        for call in training_calls(events)
+        if call["step"] == step
+    ]
+
+
+def wrong_resume(examined: Examination) -> Iterator[Finding]:
+    yield from _resumed_elsewhere(examined)
+    for events in examined.sharded[:1] + examined.resumed[:1]:
+        loads = [index for index, event in enumerate(events) if event["kind"] == "loaded"]
+        for index in loads[:1]:
+            yield from _schedule_not_restored(events, index)
+            yield from _resumed_in_one_run(events, index)
+
+
+def _schedule_not_restored(events: Sequence[Event], index: int) -> Iterator[Finding]:
+    saved = [key for key in events[index]["extra"] if "sched" in key.lower()]
+    made, restored = of_kind(events, "schedule made"), of_kind(events[index:], "schedule restored")
+    if saved and made and not restored:
+        detail = f"the checkpoint has {saved[0]!r}, and no scheduler was given its state"
+        yield Finding("wrong-resume", detail, step=events[index]["step"])
+
+
+def _resumed_in_one_run(events: Sequence[Event], index: int) -> Iterator[Finding]:
+    """A script that saves, loads and goes on: it must not begin with its first batch again."""
+    path = events[index]["path"]
+    saved = [event for event in of_kind(events[:index], "saved") if event["path"] == path]
+    before, after = training_calls(events[:index]), training_calls(events[index:])
+    if not saved or not before or not after:
+        return
+    if _varied(after[0]) and _varied(after[0]) == _varied(before[0]):
+        yield Finding(
+            "wrong-resume", "data order: the first batch comes again after loading", step=after[0]["step"]
+        )
+    rates, later = _rates(events[:index]), _rates(events[index:])
+    if (
+        len(rates) > 1
+        and later
+        and _close(later[0], rates[0], 1e-6)
+        and not _close(rates[-1], rates[0], 1e-6)
+    ):
+        detail = f"scheduler: the learning rate is {later[0]:.4g} again, as in the first step"
+        yield Finding("wrong-resume", detail, step=after[0]["step"])
+
+
+def _resumed_elsewhere(examined: Examination) -> Iterator[Finding]:
+    """The resumed run beside the run that went on: data, learning rate and loss of the same steps."""
+    if not examined.resumed:
+        return
+    events, before = examined.resumed[0], examined.sharded[0]
+    loads = of_kind(events, "loaded")
+    saves = [event for event in of_kind(before, "saved") if loads and event["path"] == loads[0]["path"]]
+    if not saves:
+        return
+    start = saves[-1]["step"]
+    expected, found = _inputs_of(before, start), _inputs_of(events, 0)
+    if not expected or not found:
+        return
+    if expected != found:
+        again = found == _inputs_of(before, 0)
+        where = "begins again with the first batch" if again else "has other batches"
+        yield Finding("wrong-resume", f"step or data order: after step {start} it {where}", step=start)
+    rates, later = _rates(before), _rates(events)
+    if len(rates) > start and later and not _close(later[0], rates[start], 1e-5):
+        detail = (
+            f"scheduler: the learning rate of step {start} is {later[0]:.6g} instead of {rates[start]:.6g}"
+        )
+        yield Finding("wrong-resume", detail, step=start)
+    elif expected == found:
+        yield from _other_losses(before, events, start)
+
+
+def _other_losses(before: Sequence[Event], events: Sequence[Event], start: int) -> Iterator[Finding]:
+    first = [e["loss"] for e in of_kind(before, "backward") if e["step"] == start]
+    again = [e["loss"] for e in of_kind(events, "backward") if e["step"] == 0]
+    random = [call["draws_random"] for call in training_calls(events)]
+    if first and again and None not in (first[0], again[0]) and not any(random):
+        if not _close(first[0], again[0], 1e-4):
+            detail = f"model: the loss of step {start} is {again[0]:.6g} instead of {first[0]:.6g}"
+            yield Finding("wrong-resume", detail, step=start)
+            return
+        second = [e["loss"] for e in of_kind(before, "backward") if e["step"] == start + 1]
+        later = [e["loss"] for e in of_kind(events, "backward") if e["step"] == 1]
+        same = _inputs_of(before, start + 1) == _inputs_of(events, 1)
+        if (
+            second
+            and later
+            and same
+            and None not in (second[0], later[0])
+            and not _close(second[0], later[0], 1e-3)
+        ):
+            detail = f"optimizer: the loss of step {start + 1} is {later[0]:.6g} instead of {second[0]:.6g}"
+            yield Finding("wrong-resume", detail, step=start + 1)
+
+
+# ---- the engine beside the copy
+
+
+def non_deterministic(examined: Examination) -> Iterator[Finding]:
+    for events in examined.sharded:
+        for event in of_kind(events, "not repeatable")[:1]:
+            module = event["module"] or "the model"
+            yield Finding(
+                "non-deterministic",
+                f"the output of {module}",
+                unit=event["unit"],
+                tensor=module,
+                step=event["step"],
+            )
+            return
+
+
+def kept_value_edited(examined: Examination) -> Iterator[Finding]:
+    for events in examined.sharded:
+        for event in of_kind(events, "kept value edited")[:1]:
+            yield Finding("kept-value-edited", event["what"], unit=event["unit"], step=event["step"])
+            return
+
+
+def differing(events: Sequence[Event]) -> list[Event]:
+    return [e for e in of_kind(events, "compared") if not e["apart"] <= e["allowed"]]
+
+
+def _first_differing(run: Run) -> tuple[int, Event] | None:
+    """The earliest comparison that failed. Gradients of one backward: the one that is computed first."""
+    found = [
+        (event["step"], events.index(event), rank, event)
+        for rank, events in enumerate(run)
+        for event in differing(events)[:1]
+    ]
+    if not found:
+        return None
+    _, _, rank, event = min(found, key=lambda one: one[:2])
+    if event["stage"] != "gradient":
+        return rank, event
+    rest = [e for e in differing(run[rank]) if e["stage"] == "gradient" and e["step"] == event["step"]]
+    return rank, rest[-1]
+
+
+def numbers_differ(examined: Examination) -> Iterator[Finding]:
+    first = _first_differing(examined.sharded)
+    if first is None:
+        return
+    rank, event = first
+    name, detail = _cause(examined.sharded[rank], event)
+    tensor = f"{event['stage']} {event['tensor'] or 'of the model'!r}"
+    what = f"{tensor} is {event['apart']:.3g} apart, {event['allowed']:.2g} is allowed"
+    yield Finding(
+        name,
+        f"{what}{detail}",
+        unit=event["unit"],
+        tensor=event["tensor"],
+        step=event["step"],
+        apart=event["apart"],
+        allowed=event["allowed"],
+    )
+
+
+def _cause(events: Sequence[Event], event: Event) -> tuple[str, str]:
+    """The likely cause of a difference, from what else was seen."""
+    if of_kind(events, "not repeatable"):
+        return "non-deterministic", ", and the copy does not repeat itself"
+    edits = [e for e in of_kind(events, "kept value edited") if e["step"] <= event["step"]]
+    if edits:
+        return "kept-value-edited", f", after {edits[0]['what']} was edited"
+    edited = [e for e in of_kind(events, "edited") if e["step"] == event["step"]]
+    if edited and event["stage"] in ("output", "gradient"):
+        return "kept-value-edited", f", after {edited[0]['parameters'][0]!r} was edited between micro-batches"
+    recomputes = of_kind(events, "recomputes") or any(e["recomputes"] for e in of_kind(events, "sharded"))
+    if event["stage"] == "gradient" and recomputes:
+        custom = {
+            n for e in of_kind(events, "custom functions") for names in e["modules"].values() for n in names
+        }
+        which = f", and the model uses the autograd function {sorted(custom)[0]}" if custom else ""
+        return "wrong-backward-under-recomputation", which
+    return "numbers-differ", ""
+
+
+def refused(examined: Examination) -> Iterator[Finding]:
+    """An error of ours that ended the script."""
+    for events in examined.sharded:
+        for event in of_kind(events, "refused")[:1]:
+            alone = event["error"] == "OptimizerError" and "does not own" in event["what"]
+            detail = f"{event['what'].rstrip('.')}. {event['remedy']}".rstrip(".")
+            name = "parameter-not-synchronised" if alone else "refused"
+            yield Finding(name, detail, step=event["step"])
+            return
+
+
+JUDGES: tuple[Judge, ...] = (
+    same_data,
+    same_dropout,
+    same_augmentation,
+    loss_is_a_sum,
+    uneven_mean,
+    accumulation_without_division,
+    clipping_before_unscaling,
+    batchnorm_statistics,
+    parameter_not_synchronised,
+    parameter_in_no_optimizer,
+    frozen_parameter_changed,
+    tied_weights_untied,
+    learning_rate,
+    wrong_resume,
+    non_deterministic,
+    kept_value_edited,
+    numbers_differ,
+    differs_from_one_process,
+)
+
+
+def judged(examined: Examination) -> list[Finding]:
+    """All findings, each name once. A difference that another finding explains is not listed again."""
+    found: dict[str, Finding] = {finding.name: finding for finding in refused(examined)}
+    if found:
+        return list(found.values())  # the run ended there, on some ranks at another point
+    for judge in JUDGES:
+        for finding in judge(examined):
+            found.setdefault(finding.name, finding)
+    if len(found) > 1:
+        found.pop("differs-from-one-process", None)
+    return list(found.values())

@@ -1,0 +1,61 @@
+"""How far two right computations of one tensor may lie apart.
+
+Rounding errors of a computation of `depth` steps add up like a random walk, so a tolerance grows with the
+square root of the depth, and with the coarsest dtype that values pass on the way.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+
+from fullshard.precision import LaneDtypes
+
+_MARGIN = 32  # of rounding units: kernels may sum in another order, and errors are not independent
+_TF32 = 2.0**-11
+_EIGHT_BIT = 1 / 254  # half a step of a block of 8-bit values
+# A gradient that is zero but for rounding (of an attention's key bias) is compared with its unit's instead.
+FLOOR = 1e-2
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Half a step between two numbers of a dtype, relative to them."""
+    if dtype == torch.int8:
+        return _EIGHT_BIT
+    return float(torch.finfo(dtype).eps) / 2 if dtype.is_floating_point else 0.0
+
+
+def coarsest(lanes: list[LaneDtypes], device: torch.device, gradients: bool) -> float:
+    """The coarsest rounding that values of these lanes meet, with the wire for gradients."""
+    dtypes: list[Any] = [dtype for lane in lanes for dtype in (lane.compute, lane.gather, lane.gather_across)]
+    if gradients:
+        dtypes += [dtype for lane in lanes for dtype in (lane.wire, lane.across, lane.sum)]
+    units = [rounding(dtype) for dtype in dtypes if dtype is not None]
+    matrices = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return max([*units, _TF32 if matrices else 0.0, rounding(torch.float32)])
+
+
+def tolerance(unit: float, depth: int) -> float:
+    return min(0.5, _MARGIN * unit * sqrt(max(1, depth)))
+
+
+def difference(here: torch.Tensor, there: torch.Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference, relative to what it should be; infinite if only one is finite."""
+    if here.shape != there.shape:
+        return float("inf")
+    if not here.numel():
+        return 0.0
+    a, b = here.detach().cpu(), there.detach().cpu()
+    if not (a.is_floating_point() or a.is_complex()):
+        return 0.0 if torch.equal(a, b.to(a.dtype)) else float("inf")
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = float(torch.where(same, torch.zeros_like(a), a - b).norm())
+    scale = max(float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()), floor)
+    ratio = apart / scale if scale else float("inf")
+    return ratio if ratio == ratio else float("inf")

@@ -1,0 +1,432 @@
+"""One sharded model under examination: every call, backward and step beside the unsharded copy.
+
+Each stage is compared from what it really began with: forward from the parameters and buffers of that moment,
+gradients from those before the backward, a step from the gradients that the optimizer got. So one stage that
+is off does not make those after it look wrong, and Adam's first steps do not turn rounding into differences.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.comm.plain_group import PlainGroup
+from fullshard.doctor import tolerances
+from fullshard.doctor.fingerprints import RandomState, described, fingerprint
+from fullshard.doctor.reference import (
+    Computed,
+    Reference,
+    cloned,
+    results_in_attributes,
+)
+from fullshard.doctor.unsharded import Values, gradient_values, parameter_values
+from fullshard.engine.runtime import Runtime, runtime_of
+from fullshard.engine.tensors import tensors_in
+
+Note = Callable[..., None]
+_REPEATED_CALLS = 2  # that are computed twice, to see whether the same inputs give the same numbers
+_POINTS = 200
+
+
+@dataclass
+class Call:
+    """One call of the model, or of a part of it, by the script."""
+
+    name: str
+    args: Any
+    kwargs: Any
+    state: RandomState
+    inputs: list[tuple[torch.Tensor, str, int]]
+    inner: list[tuple[str, list[torch.Tensor]]] = field(default_factory=list)
+    alive: list[tuple[str, weakref.ref[torch.Tensor], str, int]] = field(default_factory=list)
+    computed: Computed | None = None
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    went_back: bool = False  # some backward has reached it
+
+
+class Watched:
+    def __init__(self, model: nn.Module, copied: nn.Module | None, group: PlainGroup, note: Note) -> None:
+        self.model, self.note, self._group = model, note, group
+        self.runtime: Runtime = runtime_of(model, used=False)
+        self.values = Values(self.runtime, group)
+        self.names = {module: name for name, module in model.named_modules()}
+        self.points = self._points()
+        self.reference = None if copied is None else Reference(copied, self.runtime, self.points)
+        self.call: Call | None = None
+        self.depth = 0
+        self.calls: list[Call] = []  # since the last step
+        self.optimizers: dict[int, Any] = {}
+        self._base: dict[str, torch.Tensor | None] | None = None
+        self._contributions: dict[str, torch.Tensor | None] = {}
+        self._frozen: dict[str, torch.Tensor] = {}
+        self._at_rest: dict[str, str] = {}
+        self._num_calls = 0
+        self._before_step: dict[str, torch.Tensor | None] = {}
+        depth = max(1, len(self.points))
+        lanes = [lane.dtypes for lane in self.runtime.lanes]
+        device = self.runtime.comm.device
+        self.forward_tolerance = tolerances.tolerance(tolerances.coarsest(lanes, device, False), depth)
+        self.gradient_tolerance = tolerances.tolerance(
+            tolerances.coarsest(lanes, device, True), depth + self._group.ranks
+        )
+        for point in self.points:
+            module = dict(model.named_modules())[point]
+            module.register_forward_hook(self._inner_hook(point))
+
+    # ---- places
+
+    def _points(self) -> list[str]:
+        """Where outputs are compared: units, the model's children, and the blocks of its containers."""
+        names = {
+            self.names[module]
+            for unit in self.runtime.units
+            for module in unit.modules
+            if module in self.names
+        }
+        children = [self.model]
+        for child in list(self.model.children()):
+            held = [child, *(child.children() if isinstance(child, nn.ModuleList | nn.Sequential) else ())]
+            children += held
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList):
+                children += list(module.children())
+        names |= {self.names[module] for module in children}
+        known = [name for module, name in self.names.items() if name in names]
+        return [
+            name for name in known if not isinstance(dict(self.model.named_modules())[name], nn.ModuleList)
+        ][:_POINTS]
+
+    def unit_of(self, name: str) -> str:
+        """The unit in which a module or parameter is."""
+        held = [u.name for u in self.runtime.units if u.name and f"{name}.".startswith(f"{u.name}.")]
+        return max(held, key=len, default="")
+
+    def unit_of_parameter(self, name: str) -> str:
+        for _, lane, piece in self.values.places:
+            if piece.name == name:
+                return lane.unit
+        return self.unit_of(name)
+
+    # ---- forward
+
+    def _inner_hook(self, name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            if self.call is not None and not torch._C._current_graph_task_id() >= 0:
+                tensors = list(tensors_in(output))
+                self.call.inner.append((name, [t.detach().clone() for t in tensors]))
+                self.call.alive += [
+                    (name, weakref.ref(t), fingerprint(t), t._version) for t in tensors if t.requires_grad
+                ]
+
+        return note
+
+    def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self.names[module]
+        trains = torch.is_grad_enabled() and self.model.training
+        if trains and name == "":
+            self.synchronise()
+        inputs = [(t, fingerprint(t), t._version) for t in tensors_in((args, kwargs))]
+        self.call = Call(name, cloned(args), cloned(kwargs), RandomState(self.model), inputs)
+        if self.reference is not None:
+            self.reference.follow(self.model)
+
+    def synchronise(self) -> None:
+        """The copy gets the values at rest. Frozen parameters that changed, and edits, are noted."""
+        values = self.values.read(parameter_values)
+        for parameter, _, piece in self.values.places:
+            value = values[piece.name]
+            if value is None:
+                continue
+            before = self._frozen.pop(piece.name, None)
+            if before is not None and not torch.equal(before, value):
+                self.note(
+                    "frozen parameter changed", parameter=piece.name, unit=self.unit_of_parameter(piece.name)
+                )
+            if not parameter.requires_grad:
+                self._frozen[piece.name] = value.clone()
+        if self.reference is not None:
+            self.reference.set_parameters(values)
+
+    def note_edits(self, where: str) -> None:
+        """Parameters whose elements changed since the last look, outside of an optimizer's step."""
+        now = {piece.name: fingerprint(p) for p, _, piece in self.values.places}
+        changed = [name for name, value in self._at_rest.items() if now[name] != value]
+        self._at_rest = now
+        if changed:
+            self.note("edited", where=where, parameters=changed, unit=self.unit_of_parameter(changed[0]))
+
+    def end_call(self, output: Any) -> None:
+        call, self.call = self.call, None
+        assert call is not None
+        trains = torch.is_grad_enabled() and self.model.training
+        after = RandomState(self.model)
+        self.note(
+            "call",
+            module=call.name,
+            trains=trains,
+            inputs=described((call.args, call.kwargs)),
+            random=call.state.digest(),
+            draws_random=call.state.digest() != after.digest(),
+        )
+        if self.reference is None:
+            return
+        with_grad = torch.is_grad_enabled()
+        computed = call.computed = self.reference.compute(
+            call.name, cloned(call.args), cloned(call.kwargs), call.state, with_grad
+        )
+        self._compare_outputs(call, computed, output)
+        self._compare_buffers()
+        if not with_grad:
+            return
+        if self.reference.note_custom_functions(computed):
+            custom = {name: sorted(found) for name, found in self.reference.custom.items()}
+            self.note("custom functions", modules=custom)
+        if self._num_calls < _REPEATED_CALLS:
+            self._repeat(call, computed)
+        self._num_calls += 1
+        own = [t for t in tensors_in(output) if t.requires_grad]
+        beside = results_in_attributes(self.model)
+        self._watch_gradients(call, own + beside)
+        self.calls.append(call)
+
+    def _watch_gradients(self, call: Call, results: list[torch.Tensor]) -> None:
+        call.gradients = [None] * len(results)
+
+        def noting(index: int) -> Callable[[torch.Tensor], None]:
+            def note(gradient: torch.Tensor) -> None:
+                held = call.gradients[index]
+                call.gradients[index] = gradient.detach().clone() if held is None else held + gradient
+
+            return note
+
+        for index, result in enumerate(results):
+            result.register_hook(noting(index))  # type: ignore[no-untyped-call]
+
+    def _compare_outputs(self, call: Call, computed: Computed, output: Any) -> None:
+        pairs = list(zip(call.inner, computed.inner, strict=False))
+        alike = [name for name, _ in call.inner] == [name for name, _ in computed.inner]
+        if not alike:
+            self.note("path", here=[n for n, _ in call.inner], there=[n for n, _ in computed.inner])
+        for (name, here), (other, there) in pairs if alike else ():
+            assert name == other
+            self._compare_tensors("output", name, here, there)
+        self._compare_tensors(
+            "output", call.name, list(tensors_in(output)), list(tensors_in(computed.outputs))
+        )
+
+    def _compare_tensors(
+        self, stage: str, name: str, here: list[torch.Tensor], there: list[torch.Tensor]
+    ) -> None:
+        apart = float("inf") if len(here) != len(there) else 0.0
+        for a, b in zip(here, there, strict=False):
+            apart = max(apart, tolerances.difference(a, b))
+        self._compared(stage, name, self.unit_of(name), apart, self.forward_tolerance)
+
+    def _compared(self, stage: str, tensor: str, unit: str, apart: float, allowed: float) -> None:
+        self.note("compared", stage=stage, tensor=tensor, unit=unit, apart=apart, allowed=allowed)
+
+    def _compare_buffers(self) -> None:
+        assert self.reference is not None
+        own = dict(self.reference.module.named_buffers(remove_duplicate=False))
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            if name in own and own[name].device == buffer.device:
+                apart = tolerances.difference(buffer, own[name])
+                self._compared("buffer", name, self.unit_of(name), apart, self.forward_tolerance)
+
+    def _repeat(self, call: Call, computed: Computed) -> None:
+        """The same call of the copy once more: whatever differs is not determined by its inputs."""
+        assert self.reference is not None
+        with self.reference.unchanged():
+            again = self.reference.compute(
+                call.name, cloned(call.args), cloned(call.kwargs), call.state, False
+            )
+        for (name, first), (_, second) in zip(computed.inner, again.inner, strict=False):
+            if not all(_same(a, b) for a, b in zip(first, second, strict=False)):
+                self.note("not repeatable", module=name, unit=self.unit_of(name))
+                return
+
+    # ---- backward
+
+    def begin_backward(self) -> bool:
+        """Whether it begins a sum of gradients, and does not add to one."""
+        for call in self.calls:
+            if not call.went_back:
+                self._look_for_edits(call)
+        if self._base is not None:
+            return False
+        self._base = self.values.read(gradient_values)
+        return not any(value is not None and bool(value.any()) for value in self._base.values())
+
+    def rows_in_the_loss(self) -> int | None:
+        """Samples of the batch to which the last backward gave a gradient, where outputs are per sample."""
+        counts = [
+            int(gradient.detach().reshape(len(gradient), -1).any(1).sum())
+            for call in self.calls
+            for gradient in call.gradients
+            if gradient is not None and gradient.dim() and gradient.numel()
+        ]
+        return min(counts, default=None)
+
+    def _look_for_edits(self, call: Call) -> None:
+        for index, (tensor, before, version) in enumerate(call.inputs):
+            if tensor._version == version and fingerprint(tensor) != before:
+                self.note(
+                    "kept value edited",
+                    what=f"input {index} of {call.name or 'the model'}",
+                    unit=self.unit_of(call.name),
+                )
+        for name, reference, before, version in call.alive:
+            alive = reference()
+            if alive is not None and alive._version == version and fingerprint(alive) != before:
+                self.note(
+                    "kept value edited", what=f"the output of {name or 'the model'}", unit=self.unit_of(name)
+                )
+        for where in dict.fromkeys(call.computed.edited() if call.computed else ()):
+            self.note("kept value edited", what=f"a tensor that autograd keeps from {where}", unit="")
+
+    def end_backward(self) -> None:
+        """The copy's backward from the same gradients of the outputs, and the mean over ranks beside ours."""
+        self.runtime.settle_step()
+        for call in self.calls:
+            self._backward_of(call)
+        if self.runtime.reduction.postponing or self.reference is None:
+            return
+        added = self._mean_contributions()
+        base, self._base = self._base or {}, None
+        actual = self.values.read(gradient_values)
+        self._compare_gradients(actual, base, added)
+        norms = [v.double().norm() ** 2 for v in actual.values() if v is not None]
+        norm = float(torch.stack(norms).sum().sqrt()) if norms else 0.0
+        self.note("gradients", norm=norm, without=[name for name, value in actual.items() if value is None])
+
+    def _backward_of(self, call: Call) -> None:
+        if self.reference is None or call.computed is None:
+            return
+        there = call.computed.results
+        pairs = [
+            (result, gradient.to(result.dtype))
+            for result, gradient in zip(there, call.gradients, strict=False)
+            if gradient is not None and result.requires_grad
+        ]
+        if len(there) != len(call.gradients):
+            self.note("not compared", why=f"{call.name or 'the model'} gives other results without sharding")
+        if pairs:
+            call.went_back = True
+            self.reference.backward([r for r, _ in pairs], [g for _, g in pairs])
+        call.gradients = [None for _ in call.gradients] if call.gradients else []
+        for name, gradient in self.reference.take_gradients().items():
+            held = self._contributions.get(name)
+            if gradient is not None:
+                self._contributions[name] = gradient if held is None else held + gradient
+
+    def _mean_contributions(self) -> dict[str, torch.Tensor | None]:
+        taken, self._contributions = self._contributions, {}
+        reduction = self.runtime.reduction
+        ranks = reduction.active_ranks
+        flat, sizes, there = [], [], []
+        for _, _, piece in self.values.places:
+            gradient = None if reduction.absent else taken.get(piece.name)
+            there.append(float(gradient is not None))
+            value = torch.zeros(piece.shape) if gradient is None else gradient
+            flat.append(value.detach().reshape(-1).to("cpu", torch.float64))
+            sizes.append(piece.num_elements)
+        sums = self._group.sum(torch.cat([*flat, torch.tensor(there, dtype=torch.float64)]))
+        used = sums[len(sums) - len(sizes) :]
+        parts = torch.split(sums[: len(sums) - len(sizes)], sizes)
+        return {
+            piece.name: part.view(piece.shape) / self._divisor(lane, ranks) if bool(has) else None
+            for (_, lane, piece), part, has in zip(self.values.places, parts, used, strict=True)
+        }
+
+    def _divisor(self, lane: Any, ranks: int) -> float:
+        policies = [u.policy.divisor for u in self.runtime.units if lane in u.lanes]
+        return policies[0] if policies and policies[0] is not None else float(ranks)
+
+    def _compare_gradients(
+        self,
+        actual: dict[str, torch.Tensor | None],
+        base: dict[str, torch.Tensor | None],
+        added: dict[str, torch.Tensor | None],
+    ) -> None:
+        expected = {}
+        norms: dict[str, float] = {}
+        for name, value in added.items():
+            before = base.get(name)
+            total = value if before is None else before.double() if value is None else value + before
+            expected[name] = total
+            if total is not None:
+                unit = self.unit_of_parameter(name)
+                norms[unit] = max(norms.get(unit, 0.0), float(total.norm()))
+        largest = max(norms.values(), default=0.0)
+        for name, total in expected.items():
+            here, unit = actual[name], self.unit_of_parameter(name)
+            if total is None and here is None:
+                continue
+            there = torch.zeros(()) if total is None else total
+            if here is None or total is None:
+                here = torch.zeros_like(there) if here is None else here
+                there = torch.zeros_like(here) if total is None else there
+            floor = tolerances.FLOOR * max(norms.get(unit, 0.0), tolerances.FLOOR * largest)
+            apart = tolerances.difference(here, there, floor)
+            if float(here.norm()) == 0.0 == float(there.norm()):
+                apart = 0.0
+            self._compared("gradient", name, unit, apart, self.gradient_tolerance)
+
+    # ---- clipping and steps
+
+    def norm_of(self, parameters: list[nn.Parameter], kind: float) -> float | None:
+        """The norm of gradients as they are now; None where some of them are not this model's."""
+        own = {id(p): piece.name for p, _, piece in self.values.places}
+        if not parameters or any(id(p) not in own for p in parameters):
+            return None
+        values = self.values.read(gradient_values)
+        held = [values[own[id(p)]] for p in parameters]
+        flat = [value.double().reshape(-1) for value in held if value is not None]
+        return float(torch.cat(flat).norm(kind)) if flat else 0.0
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        own = {id(p) for p, _, _ in self.values.places}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.synchronise()
+        self._before_step = self.values.read(gradient_values)
+        norms = [v.double().norm() ** 2 for v in self._before_step.values() if v is not None]
+        self.note("step begins", norm=float(torch.stack(norms).sum().sqrt()) if norms else 0.0)
+
+    def end_step(self, optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer | None) -> None:
+        """`own` is the copy of the optimizer, which holds the copy's parameters."""
+        self._base, self._contributions = None, {}
+        self.calls.clear()
+        values = self.values.read(parameter_values)
+        self._at_rest = {piece.name: fingerprint(p) for p, _, piece in self.values.places}
+        if self.reference is None or own is None:
+            return
+        for name, gradient in self._before_step.items():
+            parameter = self.reference.parameters[name]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).to(parameter.device)
+        own.step()
+        held = {id(p) for group in own.param_groups for p in group["params"]}
+        for name, value in values.items():
+            parameter = self.reference.parameters[name]
+            parameter.grad = None
+            if value is not None and id(parameter) in held:
+                apart = tolerances.difference(value, parameter)
+                allowed = tolerances.tolerance(tolerances.rounding(torch.float32), len(self.points))
+                self._compared("parameter", name, self.unit_of_parameter(name), apart, allowed)
+
+    def state_of_copies(self) -> dict[str, list[Any]]:
+        """Of each parameter: the range of elements that this rank holds, and their fingerprint."""
+        return {name: [a, b, fingerprint(t)] for name, (a, b, t) in self.values.copies().items()}
+
+    def forget(self) -> None:
+        self.calls.clear()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and fingerprint(a) == fingerprint(b)

@@ -1,0 +1,235 @@
+"""`fullshard doctor`: is a training right, is a cluster healthy, and what belongs into a bug report."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.environment import variables_of_rank
+from fullshard.errors import OptionError
+from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.launch import require_script
+from fullshard.tools.cli.printing import as_json_text
+from fullshard.tools.cli.shared import AsJson
+
+_GRACE_S = 10.0  # what the other ranks get to end after one has failed
+_RESUMED_STEPS = 2
+
+
+def _doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and its own arguments."),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks of the sharded run.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Optimizer steps to look at.")] = 5,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    accept: Annotated[
+        list[str] | None, typer.Option("--accept", metavar="NAME", help="A finding that does not count.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds for each run.")] = 600.0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the script prints.")] = False,
+    json: AsJson = False,
+) -> int:
+    request = _Request([*(["-m"] if module else []), *(words or [])], ranks, steps, timeout, verbose)
+    _check(request, accept or [], module)
+    report = _examined(request, tuple(accept or ()))
+    if html is not None:
+        from fullshard.doctor.page import page
+
+        html.write_text(page(report))
+    if json:
+        as_json_text(report.data())
+    else:
+        print(report.text())
+    return 0 if report.same else 1
+
+
+@dataclass(frozen=True)
+class _Request:
+    script: list[str]  # with -m for a module, and its arguments
+    ranks: int
+    steps: int
+    timeout_s: float
+    verbose: bool
+
+
+def _check(request: _Request, accept: Sequence[str], module: bool) -> None:
+    from fullshard.doctor.findings import KINDS
+
+    if len(request.script) <= int(module):
+        raise OptionError("no script is given", "Write fullshard doctor train.py, or see --help.")
+    for name, value in (("--ranks", request.ranks), ("--steps", request.steps)):
+        if value < 1:
+            raise OptionError(f"{name} is {value}", "Give at least 1.")
+    for name in accept:
+        if name not in KINDS:
+            raise OptionError(f"there is no finding {name!r}", f"Their names are {', '.join(KINDS)}.")
+    require_script(request.script[int(module)], module)
+
+
+def _examined(request: _Request, accept: tuple[str, ...]) -> Any:
+    """Run the script sharded, as one process, and once more if it saves checkpoints; judge the records."""
+    from fullshard.doctor.judges import Examination, of_kind
+    from fullshard.doctor.report import reported
+
+    subject = os.path.basename(request.script[1] if request.script[0] == "-m" else request.script[0])
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="fullshard-doctor-", ignore_cleanup_errors=True) as folder:
+        sharded = _run(request, Path(folder) / "sharded", request.ranks, request.steps, "compare")
+        runs = [result["events"] for result in sharded]
+        if any(of_kind(events, "refused") for events in runs):
+            return reported(subject, Examination(runs), accept)
+        _refuse_failed(sharded, request, subject)
+        resumed: list[Any] = []
+        if any(of_kind(events, "saved") for events in runs):
+            again = _run(request, Path(folder) / "resumed", request.ranks, _RESUMED_STEPS, "watch")
+            problem = next((one["error"] for one in again if one["error"]), None)
+            notes += [f"the run after a checkpoint failed: {problem}"] if problem else []
+            resumed = [] if problem else [result["events"] for result in again]
+        single = _single(request, Path(folder), notes)
+    return reported(subject, Examination(runs, single, resumed), accept, notes)
+
+
+def _single(request: _Request, folder: Path, notes: list[str]) -> list[Any]:
+    """As one process; in a folder without the checkpoints of the sharded run."""
+    if request.ranks == 1:
+        return []
+    place = folder / "single" / "run"
+    result = _run(request, place, 1, request.steps, "watch")[0]
+    if result["error"]:
+        notes.append(f"as one process the script fails: {result['error']}")
+        return []
+    events: list[Any] = result["events"]
+    return events
+
+
+def _refuse_failed(results: Sequence[dict[str, Any]], request: _Request, subject: str) -> None:
+    errors = [(rank, result["error"]) for rank, result in enumerate(results) if result["error"]]
+    if errors:
+        own = [one for one in errors if "ended with" not in one[1]] or errors
+        rank, error = own[0]
+        raise OptionError(
+            f"{subject} fails by itself: rank {rank} of {request.ranks}: {error}",
+            "Mend that first; --verbose shows what the script prints.",
+        )
+
+
+def _run(request: _Request, folder: Path, ranks: int, steps: int, how: str) -> list[dict[str, Any]]:
+    """Start the ranks, wait for all of them, and read what they recorded."""
+    import torch
+
+    folder.mkdir(parents=True)
+    port, hides = _free_port(), torch.cuda.device_count() < ranks
+    command = [sys.executable, "-m", "fullshard.tools.cli.examined", str(folder), str(steps), how]
+    processes = []
+    for rank in range(ranks):
+        with open(folder / f"rank-{rank}.log", "wb") as log:
+            output: Any = sys.stderr if request.verbose else log
+            process = subprocess.Popen(
+                [*command, *request.script],
+                env=variables_of_rank(rank, ranks, port, hides),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        processes.append(process)
+    try:
+        late = _wait(processes, folder, request.timeout_s)
+    finally:
+        for process in processes:
+            _end(process)
+    return [_result(folder, rank, process, late) for rank, process in enumerate(processes)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> bool:
+    """Until all have ended, or one has failed and the others had time to end. True at the limit."""
+    deadline = time.monotonic() + limit_s
+    failed_at: float | None = None
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        if failed_at is None and any(_has_failed(folder, r, p) for r, p in enumerate(processes)):
+            failed_at = now
+        if now > deadline:
+            return True
+        if failed_at is not None and now > failed_at + _GRACE_S:
+            return False
+        time.sleep(0.05)
+    return False
+
+
+def _has_failed(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is None:
+        return False
+    place = folder / f"rank-{rank}.json"
+    return not place.exists() or json_format.loads(place.read_text())["error"] is not None
+
+
+def _result(folder: Path, rank: int, process: subprocess.Popen[bytes], late: bool) -> dict[str, Any]:
+    place = folder / f"rank-{rank}.json"
+    if place.exists():
+        result: dict[str, Any] = json_format.loads(place.read_text())
+        return result
+    log = folder / f"rank-{rank}.log"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+    why = "ended with no result within --timeout" if late else f"ended with exit code {process.returncode}"
+    return {"events": [], "error": f"{why}{': ' + last[0] if last else ''}"}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+DOCTOR = Command(
+    "doctor",
+    _doctor,
+    "check a training script: are its numbers those of one process?",
+    """\
+Runs the script for a few steps on ranks that it starts here, beside an unsharded copy of the
+model in plain torch: outputs of every unit, gradients, norms, parameters and buffers are
+compared, with tolerances from the dtypes and the depth. Then as one process, and, if it saves
+checkpoints, once more from the last of them. It names the first tensor that differs, and
+mistakes around the model: ranks that read the same data, a loss that is a sum, one dropout seed
+on all ranks, accumulation without division, and others (docs/doctor.md).
+
+The script is not changed. What it saves with fs.save or torch.save goes to a temporary folder.
+Without a GPU for each rank, it runs on the CPU. Options come before SCRIPT.""",
+    """\
+examples:
+  fullshard doctor train.py --lr 1e-3
+  fullshard doctor --ranks 4 --steps 10 --html report.html train.py
+  fullshard doctor --accept batchnorm-statistics-differ train.py
+  fullshard doctor --json -m my_package.train
+
+Exit code 0: the same; 1: something was found; 2: invalid request, or the script fails by itself.""",
+    {"ignore_unknown_options": False, "allow_interspersed_args": False},
+)

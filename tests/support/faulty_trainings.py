@@ -1,0 +1,501 @@
+"""Trainings with one mistake each, for the doctor: as a function, or `python faulty_trainings.py NAME`."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullshard as fs
+
+WIDTH, BATCH, STEPS = 8, 4, 6
+
+
+class Model(nn.Module):
+    def __init__(self, *inner: nn.Module, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *inner) for _ in range(blocks)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def batch(step: int, part: int | None = None, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    """One rank's part of a step's data."""
+    part = rank() if part is None else part
+    dice = torch.Generator().manual_seed(1000 * step + part)
+    x = torch.randn(size, WIDTH, generator=dice)
+    return x, x.sum(1, keepdim=True).tanh()
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    model = fs.shard(model, **{"merge_units": 0, **options})
+    torch.manual_seed(1 + rank())
+    return model
+
+
+def loop(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, int], Tensor] = lambda model, step: F.mse_loss(
+        model(batch(step)[0]), batch(step)[1]
+    ),
+    optimizer: torch.optim.Optimizer | None = None,
+    before_step: Callable[[], Any] = lambda: None,
+    after_step: Callable[[], Any] = lambda: None,
+) -> None:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        before_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+# ---- right
+
+
+def right() -> None:
+    model = sharded(Model())
+    loop(model, before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+
+
+def right_accumulation() -> None:
+    model = sharded(Model(), strategy="zero2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for step in range(STEPS):
+        for part in range(3):
+            with fs.accumulate(model) if part < 2 else nullcontext():
+                x, y = batch(3 * step + part)
+                (F.mse_loss(model(x), y) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def right_bf16_recomputed() -> None:
+    loop(sharded(Model(nn.Dropout(0.2)), precision="bf16", checkpoint_activations=True))
+
+
+def right_scaled() -> None:
+    model = sharded(Model(), precision="fp16")
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    for step in range(STEPS):
+        x, y = batch(step)
+        scaler.scale(F.mse_loss(model(x).float(), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def right_masked_tokens() -> None:
+    """Uneven counts, divided by the count of all ranks."""
+    model = sharded(Model())
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        kept = torch.arange(BATCH).view(-1, 1) < 2 + rank()
+        total = sum(2 + r for r in range(ranks()))
+        return ((model(x) - y).square() * kept).sum() / total * ranks()
+
+    loop(model, loss_of)
+
+
+def right_two_losses() -> None:
+    """Two backwards per step from two lines, an evaluation between steps, an averaged copy of the weights."""
+    model = sharded(Model(), strategy="replicate")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x, y = batch(step)
+        F.mse_loss(model(x), y).backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+
+
+# ---- wrong
+
+
+def same_data() -> None:
+    loop(sharded(Model()), lambda model, step: F.mse_loss(model(batch(step, 0)[0]), batch(step, 0)[1]))
+
+
+def same_data_in_another_order() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch((step + rank()) % STEPS, 0)
+        return F.mse_loss(model(x), y)
+
+    loop(sharded(Model()), loss_of)
+
+
+def sum_of_losses() -> None:
+    loop(sharded(Model()), lambda m, s: F.mse_loss(m(batch(s)[0]), batch(s)[1], reduction="sum"))
+
+
+def sum_by_hand() -> None:
+    loop(sharded(Model()), lambda m, s: 0.5 * (m(batch(s)[0]) - batch(s)[1]).square().sum())
+
+
+def uneven_mean() -> None:
+    loop(sharded(Model()), lambda m, s: F.mse_loss(m(batch(s)[0])[: 2 + rank()], batch(s)[1][: 2 + rank()]))
+
+
+def uneven_tokens() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, _ = batch(step)
+        targets = torch.zeros(BATCH, dtype=torch.long)
+        targets[2 + rank() :] = -100
+        scores = model(x)
+        return F.cross_entropy(torch.cat([scores, -scores], 1), targets, ignore_index=-100)
+
+    loop(sharded(Model()), loss_of)
+
+
+def one_dropout_seed() -> None:
+    model = sharded(Model(nn.Dropout(0.3)))
+    torch.manual_seed(7)
+    loop(model)
+
+
+class OwnNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape, generator=self.dice) > 0.2)
+
+
+def one_seed_in_a_module() -> None:
+    loop(sharded(Model(OwnNoise())))
+
+
+def one_augmentation_seed() -> None:
+    model = sharded(Model())
+    torch.manual_seed(7)
+    loop(model, lambda m, s: F.mse_loss(m(batch(s)[0] + torch.randn(BATCH, WIDTH)), batch(s)[1]))
+
+
+def batchnorm() -> None:
+    loop(sharded(Model(nn.BatchNorm1d(WIDTH))))
+
+
+def ignored_parameter() -> None:
+    loop(sharded(Model(), ignore=["head"]))
+
+
+def module_beside_the_model() -> None:
+    model, beside = sharded(Model()), nn.Linear(1, 1)
+    own = torch.optim.SGD(beside.parameters(), lr=0.1)
+    loop(model, lambda m, s: F.mse_loss(beside(m(batch(s)[0])), batch(s)[1]), before_step=own.step)
+
+
+def module_beside_the_model_in_its_optimizer() -> None:
+    """The engine refuses it."""
+    model, beside = sharded(Model()), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
+    loop(model, lambda m, s: F.mse_loss(beside(m(batch(s)[0])), batch(s)[1]), optimizer)
+
+
+def not_in_the_optimizer() -> None:
+    model = sharded(Model())
+    named = [p for name, p in model.named_parameters() if "head" not in name]
+    loop(model, optimizer=torch.optim.AdamW(named, lr=0.01))
+
+
+def frozen_changes() -> None:
+    plain = Model()
+    plain.embed.requires_grad_(False)
+    model = sharded(plain)
+
+    def edit() -> None:
+        for name, parameter in model.named_parameters():
+            if name == "embed.weight":
+                parameter.data.mul_(0.99)
+
+    loop(model, after_step=edit)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(self.embed(tokens)).tanh())
+        return out
+
+
+def _next_token(model: nn.Module, step: int) -> Tensor:
+    dice = torch.Generator().manual_seed(100 * step + rank())
+    tokens = torch.randint(0, 11, (BATCH, 6), generator=dice)
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def right_tied() -> None:
+    loop(sharded(Tied()), _next_token)
+
+
+def untied() -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    loop(sharded(model), _next_token)
+
+
+def undivided_accumulation() -> None:
+    model = sharded(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for part in range(2):
+            with fs.accumulate(model) if part < 1 else nullcontext():
+                x, y = batch(2 * step + part)
+                F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_before_unscaling() -> None:
+    model = sharded(Model(), precision="fp16")
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    for step in range(STEPS):
+        x, y = batch(step)
+        scaler.scale(F.mse_loss(model(x).float(), y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clipped_before_unscaling_by_hand() -> None:
+    model = sharded(Model())
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(1024)
+
+    loop(model, lambda m, s: 1024 * F.mse_loss(m(batch(s)[0]), batch(s)[1]), before_step=clip)
+
+
+class Counting(torch.autograd.Function):
+    """What it keeps depends on how often forward has run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, calls: int) -> Tensor:
+        ctx.save_for_backward(torch.tensor(float(calls)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = Counting.apply(x, self.calls)
+        return out
+
+
+def wrong_backward_when_recomputed() -> None:
+    loop(sharded(Model(Custom()), checkpoint_activations=True))
+
+
+class Recomputed(nn.Module):
+    """Recomputes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), Custom())
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+def wrong_backward_when_the_model_recomputes() -> None:
+    loop(sharded(Model(Recomputed())))
+
+
+class Unsteady(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 1e-3 * random.SystemRandom().random())
+
+
+def unsteady() -> None:
+    loop(sharded(Model(Unsteady())))
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.data.mul_(0.5)  # exp keeps its result for backward
+        return y
+
+
+def overwritten_inside() -> None:
+    loop(sharded(Model(Overwriting())))
+
+
+def overwritten_input() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        loss = F.mse_loss(model(x), y)
+        x.data.zero_()
+        return loss
+
+    loop(sharded(Model()), loss_of)
+
+
+def edited_between_micro_batches() -> None:
+    model = sharded(Model(), strategy="zero2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for part in range(2):
+            with fs.accumulate(model) if part < 1 else nullcontext():
+                x, y = batch(2 * step + part)
+                (F.mse_loss(model(x), y) / 2).backward()
+            for parameter in model.parameters():
+                parameter.data.view(-1).mul_(1.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- beside one process, and after a checkpoint
+
+
+def rate_scaled_once() -> None:
+    model = sharded(Model())
+    loop(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01 * ranks()))
+
+
+def rate_scaled_twice() -> None:
+    model = sharded(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ranks())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: float(ranks()))
+    loop(model, optimizer=optimizer)
+
+
+def _resuming(
+    restores_step: bool = True, restores_schedule: bool = True, restores_optimizer: bool = True
+) -> None:
+    model = sharded(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    start, root = 0, Path("checkpoints-of-a-run")
+    if path := fs.latest(root):
+        extra = fs.load(path, model, optimizer if restores_optimizer else None)
+        if restores_step:
+            start = extra["step"]
+        if restores_schedule:
+            scheduler.load_state_dict(extra["schedule"])
+    for step in range(start, 2 * STEPS):
+        x, y = batch(step)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if step == 2:
+            extra = {"step": step + 1, "schedule": scheduler.state_dict()}
+            fs.save(root / f"step-{step}", model, optimizer, extra=extra)
+
+
+def right_resume() -> None:
+    _resuming()
+
+
+def resumed_data() -> None:
+    _resuming(restores_step=False)
+
+
+def resumed_schedule() -> None:
+    _resuming(restores_schedule=False)
+
+
+def resumed_optimizer() -> None:
+    _resuming(restores_optimizer=False)
+
+
+# What is expected of each that one run shows.
+EXPECTED: dict[str, list[str]] = {
+    "right": [],
+    "right_accumulation": [],
+    "right_bf16_recomputed": [],
+    "right_scaled": [],
+    "right_masked_tokens": [],
+    "right_two_losses": [],
+    "right_tied": [],
+    "same_data": ["same-data-on-ranks"],
+    "same_data_in_another_order": ["same-data-on-ranks"],
+    "sum_of_losses": ["loss-is-a-sum"],
+    "sum_by_hand": ["loss-is-a-sum"],
+    "uneven_mean": ["mean-over-uneven-counts"],
+    "uneven_tokens": ["mean-over-uneven-counts"],
+    "one_dropout_seed": ["same-random-numbers-on-ranks"],
+    "one_seed_in_a_module": ["same-random-numbers-on-ranks"],
+    "one_augmentation_seed": ["same-random-numbers-on-ranks"],
+    "batchnorm": ["batchnorm-statistics-differ"],
+    "ignored_parameter": ["parameter-not-synchronised"],
+    "module_beside_the_model": ["parameter-not-synchronised"],
+    "not_in_the_optimizer": ["parameter-in-no-optimizer"],
+    "frozen_changes": ["frozen-parameter-changed"],
+    "untied": ["tied-weights-untied"],
+    "undivided_accumulation": ["accumulation-without-division"],
+    "clipped_before_unscaling": ["clipping-before-unscaling"],
+    "clipped_before_unscaling_by_hand": ["clipping-before-unscaling"],
+    "wrong_backward_when_recomputed": ["wrong-backward-under-recomputation"],
+    "wrong_backward_when_the_model_recomputes": ["wrong-backward-under-recomputation"],
+    "unsteady": ["non-deterministic"],
+    "overwritten_inside": ["kept-value-edited"],
+    "overwritten_input": ["kept-value-edited"],
+    "edited_between_micro_batches": ["kept-value-edited"],
+}
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
