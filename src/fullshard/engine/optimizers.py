@@ -334,8 +334,10 @@ def _check(
     places = list(_sharded_places(optimizer, runtimes))
     _refuse_elsewhere(optimizer, [lane for _, lane, _ in places])
     owners = {} if before is None else {id(item.parameter): item.owner for item in before.items}
-    owned = OwnedStep(optimizer, deal_owners(places, owners), mode.step == "gathered", mode.bucketed)
-    return runtimes, False, owned
+    limits = [limit for r in runtimes if (limit := r.options.merge_units) is not None]
+    most_bytes = min(limits) if limits else None
+    items, gathered = deal_owners(places, owners), mode.step == "gathered"
+    return runtimes, False, OwnedStep(optimizer, items, gathered, mode.bucketed, most_bytes)
 
 
 @dataclass(frozen=True)

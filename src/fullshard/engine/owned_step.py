@@ -39,9 +39,11 @@ from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.step_numbers import Numbers
 from fullshard.engine.writes import set_data
 from fullshard.plan.layout import Piece
-from fullshard.plan.ownership import deal, in_buckets, load_of
+from fullshard.plan.ownership import bytes_by_owner, deal, in_buckets, load_of
 
-BUCKET_BYTES = 64 * 2**20  # of one owner's tensors; a larger tensor is a bucket of its own
+# Of one owner's tensors in a bucket; a larger tensor is a bucket of its own. A few buckets are enough to hide
+# most of the exchange, and small ones would cost more messages than they hide.
+MOST_BYTES, LEAST_BYTES, BUCKETS = 64 * 2**20, 4 * 2**20, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +286,15 @@ class OwnedStep:
 
     num_shown = 0  # optimizers of this process that step so now
 
-    def __init__(self, optimizer: Optimizer, items: list[Owned], gathered: bool, bucketed: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        items: list[Owned],
+        gathered: bool,
+        bucketed: bool,
+        most_bytes: int | None = None,
+    ) -> None:
+        self._most_bytes = most_bytes
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
         self.items, self.gathered, self._bucketed = items, gathered, bucketed
         self.by_parameter = {id(item.parameter): item for item in items}
@@ -379,7 +389,10 @@ class OwnedStep:
         buckets = [items]
         if not (in_one or self.gathered):
             loads = [load_of(i.piece.shape, i.lane.rest.element_size()) for i in items]
-            chosen = in_buckets(loads, [i.owner for i in items], BUCKET_BYTES)
+            owners = [i.owner for i in items]
+            largest = max(bytes_by_owner(loads, owners))
+            most = min(MOST_BYTES, max(LEAST_BYTES, largest // BUCKETS))
+            chosen = in_buckets(loads, owners, most if self._most_bytes is None else self._most_bytes)
             buckets = [[items[n] for n in bucket] for bucket in chosen]
         for bucket in buckets:
             yield _Together(list(self._alike(bucket)))

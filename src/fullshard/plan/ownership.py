@@ -92,6 +92,13 @@ def in_buckets(loads: Sequence[Load], owners: Sequence[int], most_bytes: int) ->
     return [sorted(bucket) for bucket in reversed(buckets)]
 
 
+def bytes_by_owner(loads: Sequence[Load], owners: Sequence[int]) -> list[int]:
+    sizes: dict[int, int] = {}
+    for load, owner in zip(loads, owners, strict=True):
+        sizes[owner] = sizes.get(owner, 0) + load.size_bytes
+    return list(sizes.values())
+
+
 def imbalance(loads: Sequence[Load], owners: Sequence[int], ranks: int) -> tuple[float, float]:
     """The largest load of a rank, in multiplications and in bytes, relative to the mean."""
     costs, sizes = [0] * ranks, [0] * ranks

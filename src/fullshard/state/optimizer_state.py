@@ -13,6 +13,7 @@ import torch
 from fullshard.engine.block_state import BlockState, decoded
 from fullshard.engine.lane import Lane
 from fullshard.engine.optimizers import owned_step, owner, streamed_step
+from fullshard.errors import StateError
 from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
@@ -104,6 +105,12 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
         piece = lane.layout.pieces[index]
         for key, value in state.items():
             shard = isinstance(value, StateShard)
+            if shard and value.entire:
+                raise StateError(
+                    f"'{piece.name}.{key}' was taken from an optimizer that steps on entire tensors "
+                    "(optimizer_step='owned'), and this one is element-wise",
+                    "Shard with optimizer_step='owned', or load unsharded values.",
+                )
             unsharded = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.global_shape
             differs = isinstance(value, torch.Tensor) and value.shape != lane.shard_views[index].shape
             if shard or (unsharded and key not in numbers and (is_cut(value) or differs)):

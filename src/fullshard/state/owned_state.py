@@ -68,7 +68,7 @@ def _shown(name: str, what: Any, here: Any, item: Owned) -> Any:
             shard = StateShard.make(name, piece, local, 0, 0)
         else:
             shard = StateShard.make(name, piece, here.detach().contiguous(), 0, piece.num_elements)
-        shard.comm = item.lane.comm
+        shard.comm, shard.entire = item.lane.comm, True
         return shard
     if isinstance(what, torch.Tensor):
         return what.to(item.lane.rest.device) if here is None else here
@@ -105,7 +105,7 @@ def to_owners(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
 
 def _entire(name: str, value: Any, item: Owned) -> Any:
     if isinstance(value, StateShard):
-        if value.stop - value.start != value.piece.num_elements:
+        if not value.entire or value.stop - value.start != value.piece.num_elements:
             raise StateError(
                 f"{name!r} holds this rank's {value.stop - value.start} of {value.piece.num_elements} "
                 "elements, and the optimizer here steps on entire tensors (optimizer_step='owned')",

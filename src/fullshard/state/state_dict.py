@@ -43,6 +43,7 @@ class StateShard(torch.Tensor):
     start: int
     stop: int
     comm: Comm | None = None  # joins the ranks that hold the rest, where it is known
+    entire = False  # all elements are on one rank: state of an optimizer that steps on entire tensors
 
     @staticmethod
     def make(key: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
