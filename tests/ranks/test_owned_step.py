@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import optimizer_kinds as kinds
 import owned_cases
@@ -42,6 +43,10 @@ def _train_and_resume(folder: str, strategy: str, **options: Any) -> dict[str, l
     import fullshard as fs
 
     found = {}
+    if strategy in ("nodes", "hybrid"):
+        axes = ("node" if strategy == "nodes" else "replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+        strategy = "zero3" if strategy == "nodes" else strategy
     for name, (make, only) in OPTIMIZERS.items():
         request = {"strategy": strategy, "optimizer_step": "owned"} | options
         pair = Pair(make, only, **request)
@@ -59,15 +64,15 @@ def _train_and_resume(folder: str, strategy: str, **options: Any) -> dict[str, l
     return found
 
 
-RUNS = [(1, "zero3"), (3, "zero3"), (4, "zero1"), (2, "zero2"), (4, "hybrid"), (4, "zero2"), (2, "replicate")]
+RUNS = [(1, "zero3"), (3, "zero1"), (4, "nodes"), (4, "hybrid"), (2, "zero2"), (4, "zero3"), (2, "replicate")]
 
 
-@tables.some("run", RUNS, *RUNS[:3])
+@tables.some("run", RUNS, *RUNS[1:4])
 def test_whole_tensors_step_with_the_bits_of_one_process_and_resume(
     run: tuple[int, str], tmp_path: Path
 ) -> None:
     num_ranks, strategy = run
-    for found in ranks.run(_train_and_resume, num_ranks, str(tmp_path), strategy):
+    for found in ranks.run(_train_and_resume, num_ranks, str(tmp_path), strategy, init=True):
         assert found == {name: [] for name in OPTIMIZERS}
 
 
@@ -425,10 +430,8 @@ def _state_dict() -> list[Any]:
         ours = shown[index]
         assert ours.keys() == state.keys()
         assert ours["step"] == state["step"]
-        pairs = [(ours["kept"], state["kept"])] + list(
-            zip(ours.get("sides", []), state.get("sides", []), strict=True)
-        )
-        for value, entire in pairs:
+        sides = zip(ours.get("sides", []), state.get("sides", []), strict=True)
+        for value, entire in [(ours["kept"], state["kept"]), *sides]:
             assert value.shape == entire.shape
             if value.numel() > 1:
                 value = value.full_tensor()
@@ -444,3 +447,51 @@ def _state_dict() -> list[Any]:
 
 def test_state_dict_of_owners_has_all_state_on_every_rank() -> None:
     assert ranks.run(_state_dict, 3) == [[]] * 3
+
+
+# --- Muon's own step --------------------------------------------------------------------------------------
+
+MUONS: dict[str, Make] = {
+    "Muon": _muon,
+    "without nesterov": lambda ps: torch.optim.Muon(
+        ps, lr=0.02, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    ),
+    "rate in a tensor, groups": lambda ps: torch.optim.Muon(
+        [{"params": ps[::2], "momentum": 0.5}, {"params": ps[1::2], "weight_decay": 0.0}],
+        lr=torch.tensor(0.01),
+    ),
+}
+
+
+def _muons(folder: str) -> dict[str, list[str]]:
+    import fullshard as fs
+    from fullshard.engine.optimizers import owned_step
+
+    found = {}
+    for name, make in MUONS.items():
+        pair = Pair(make, _is_matrix)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in pair.optimizers]
+        for step in range(5):
+            if step == 2:
+                fs.save(Path(folder) / name, pair.model, pair.optimizers[1])
+                fresh = Pair(make, _is_matrix)
+                fs.load(Path(folder) / name, fresh.model, fresh.optimizers[1])
+                pair.model, pair.optimizers[1] = fresh.model, fresh.optimizers[1]
+                schedules[1] = torch.optim.lr_scheduler.ExponentialLR(pair.optimizers[1], 0.7, last_epoch=2)
+            pair.reference.blocks[0].requires_grad_(step != 3)  # type: ignore[index, union-attr]
+            pair.model.blocks[0].requires_grad_(step != 3)  # type: ignore[index, union-attr]
+            pair.step(step)
+            for schedule in schedules:
+                schedule.step()
+        assert owned_step(pair.optimizers[1]) is None, "its momentum is on shards"
+        found[name] = pair.differing()
+        ranks.end_groups_of_models()
+    return found
+
+
+@tables.some("num_ranks", (1, 2, 3, 4), 3)
+def test_muon_keeps_its_momentum_on_shards_and_has_the_bits_of_one_process(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    for found in ranks.run(_muons, num_ranks, str(tmp_path)):
+        assert found == {name: [] for name in MUONS}

@@ -35,6 +35,8 @@ from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
+from fullshard.engine.muon_step import MuonStep
+from fullshard.engine.muon_step import is_known as is_known_muon
 from fullshard.engine.optimizer_trial import Placed, Verdict, is_compiled_call, try_on_shards, try_owned
 from fullshard.engine.owned_step import OwnedStep, deal_owners
 from fullshard.engine.reduce_buffers import PlainGradients
@@ -71,6 +73,7 @@ class _Checked:
     identity: int  # a checksum of its class and of the sharded parameters in each group
     streamed: StreamedStep | None  # for values that do not rest on the compute device
     owned: OwnedStep | None  # for steps on entire tensors
+    muon: MuonStep | None  # for those of which a part needs entire tensors
 
 
 _owners: dict[int, weakref.ref[Runtime]] = {}
@@ -153,10 +156,12 @@ def _known(optimizer: Optimizer, closure: bool) -> _Checked:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _checked.get(optimizer)
     if known is None or known.count != count:
-        runtimes, plain, owned = _check(optimizer, closure, None if known is None else known.owned)
+        runtimes, plain, special = _check(optimizer, closure, None if known is None else known.owned)
         references = [weakref.ref(r) for r in runtimes]
         streamed = _streamed(optimizer, runtimes)
-        known = _Checked(count, references, plain, *_identity(optimizer, runtimes), streamed, owned)
+        owned = special if isinstance(special, OwnedStep) else None
+        muon = special if isinstance(special, MuonStep) else None
+        known = _Checked(count, references, plain, *_identity(optimizer, runtimes), streamed, owned, muon)
         _checked[optimizer] = known
         for holder in runtimes:
             holder.adopt_optimizer(optimizer)
@@ -228,6 +233,8 @@ def _show_gradients(optimizer: Optimizer, known: _Checked, in_one: bool = False)
         known.streamed.run(_raw_step(optimizer))
     if known.owned is not None:
         known.owned.run(_raw_step(optimizer), in_one)
+    if known.muon is not None:
+        known.muon.run()
     if known.plain_gradients:
         _show_plain_gradients(optimizer)
 
@@ -277,6 +284,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         known.streamed.finish()
     if known is not None and known.owned is not None:
         known.owned.finish()
+    if known is not None and known.muon is not None:
+        known.muon.finish()
 
 
 def _show_plain_gradients(optimizer: Optimizer) -> None:
@@ -312,7 +321,7 @@ def _require_gradients(runtimes: list[Runtime]) -> None:
 
 def _check(
     optimizer: Optimizer, closure: bool, before: OwnedStep | None
-) -> tuple[set[Runtime], bool, OwnedStep | None]:
+) -> tuple[set[Runtime], bool, OwnedStep | MuonStep | None]:
     """The runtimes whose parameters it holds, whether it needs plain gradients, and entire tensors."""
     held = [(g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
     runtimes = {runtime for _, p in held if (runtime := owner(p)) is not None}
@@ -337,6 +346,8 @@ def _check(
     limits = [limit for r in runtimes if (limit := r.options.merge_units) is not None]
     most_bytes = min(limits) if limits else None
     items, gathered = deal_owners(places, owners), mode.step == "gathered"
+    if mode.step == "muon":
+        return runtimes, False, MuonStep(optimizer, items, most_bytes)
     return runtimes, False, OwnedStep(optimizer, items, gathered, mode.bucketed, most_bytes)
 
 
@@ -412,6 +423,8 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     if declared is not None:
         return _Mode(declared, bucketed=not is_compiled_call())
     elsewhere = _is_elsewhere(optimizer, runtimes)
+    if is_known_muon(optimizer) and not is_compiled_call():
+        return _Mode("muon")
     if type(optimizer) in _OWNED:
         return _Mode("owned", bucketed=not is_compiled_call())
     if type(optimizer) in _GLOBAL:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -106,6 +106,23 @@ def deal_owners(
     return [Owned(p, lane, index, dealt[id(p)]) for p, lane, index in places]
 
 
+def by_kind(items: Iterable[Owned]) -> list[list[Owned]]:
+    """One list per model and dtype."""
+    kinds: dict[tuple[int, torch.dtype], list[Owned]] = {}
+    for item in items:
+        kinds.setdefault((id(item.lane.comm), item.lane.rest.dtype), []).append(item)
+    return list(kinds.values())
+
+
+def bucketed(items: list[Owned], most_bytes: int | None) -> list[list[Owned]]:
+    """Buckets in the order of steps, the same on all ranks."""
+    loads = [load_of(i.piece.shape, i.lane.rest.element_size()) for i in items]
+    owners = [i.owner for i in items]
+    if most_bytes is None:
+        most_bytes = min(MOST_BYTES, max(LEAST_BYTES, max(bytes_by_owner(loads, owners)) // BUCKETS))
+    return [[items[n] for n in bucket] for bucket in in_buckets(loads, owners, most_bytes)]
+
+
 class _Exchange(Protocol):
     """How entire tensors come, and how new values go back."""
 
@@ -173,112 +190,134 @@ class _Gathered:
         self._flat.clear()
 
 
-class _Dealt:
-    """One bucket: an all-to-all of parts to their owners, and one back.
+class Routes:
+    """Which elements of which tensors go from where to where, in one bucket: an all-to-all to the owners, and
+    one back.
 
     Between two ranks go, for each tensor of the receiver (on the way back, of the sender), the elements that
-    the other one keeps: of the value, then of the gradient; on the way back of the value alone.
+    the other one keeps: `width` values of each, one after the other.
     """
+
+    def __init__(self, items: list[Owned], dtype: torch.dtype) -> None:
+        self._comm: Comm = items[0].lane.comm
+        self._dtype = dtype
+        self.mine = [item for item in items if item.is_here]
+        ranks = self._comm.ranks
+        place = {interval: at for at, interval in enumerate(self._comm.intervals)}
+        # What this rank keeps, by owner; what each rank keeps of this rank's tensors, in the tensors' order.
+        self.kept = sorted((item for item in items if num_kept(item)), key=lambda item: place[item.owner])
+        self._to_owners, self._from_ranks = [0] * ranks, [0] * ranks
+        for item in self.kept:
+            self._to_owners[place[item.owner]] += num_kept(item)
+        parts = [
+            (place[sender], number, sender, start, stop)
+            for number, item in enumerate(self.mine)
+            for sender, start, stop in item.parts()
+        ]
+        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in self.mine]  # sender, offset, count
+        self._back: list[tuple[int, int, int]] = []  # tensor, start, stop: in the order of sending
+        at = 0
+        for to, number, sender, start, stop in sorted(parts):
+            self._parts[number].append((sender, at, stop - start))
+            self._back.append((number, start, stop))
+            self._from_ranks[to] += stop - start
+            at += stop - start
+        for of_tensor in self._parts:
+            of_tensor.sort()  # over several nodes the order of intervals is not that of ranks
+        names = "\0".join(f"{item.piece.name} {item.owner}" for item in items)
+        checksum = zlib.crc32(names.encode())
+        self._label = f"{items[0].lane.unit} ({len(items)} tensors, {checksum:08x})"
+        self._operation: Operation | None = None
+        self._received = self._sent = torch.empty(0, dtype=dtype, device=self._comm.device)
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(len(self._received))
+
+    def to_owners(self, parts: list[torch.Tensor], width: int) -> None:
+        """Send `width` parts for each tensor of `kept`."""
+        into, out = [width * n for n in self._from_ranks], [width * n for n in self._to_owners]
+        self._exchange(parts, into, out, "optimizer step")
+
+    def back(self, flat: list[torch.Tensor]) -> None:
+        """Send all elements of each tensor of `mine` to where they are kept."""
+        parts = [flat[number][start:stop] for number, start, stop in self._back]
+        self._exchange(parts, self._to_owners, self._from_ranks, "after the optimizer step")
+
+    def _exchange(self, parts: list[torch.Tensor], into: list[int], out: list[int], phase: str) -> None:
+        # Kept until the operation is over.
+        self._sent = torch.cat(parts).to(self._dtype) if parts else self._received.new_empty(0)
+        if self._comm.ranks == 1:
+            self._received = self._sent
+            return
+        self._received = torch.empty(sum(into), dtype=self._dtype, device=self._comm.device)
+        size = self._received.element_size()
+        sizes = [n * size for n in into], [n * size for n in out]
+        received, sent = as_bytes(self._received), as_bytes(self._sent)
+        self._operation = self._comm.exchange_parts(received, sent, sizes, self._comm.tag(self._label, phase))
+
+    def received(self) -> torch.Tensor:
+        """What has arrived; it is waited for."""
+        if self._operation is not None:
+            self._operation.wait()
+            self._operation = None
+        received = self._received
+        self._sent = self._received = received.new_empty(0)
+        return received
+
+    def joined(self, received: torch.Tensor, number: int, which: int, width: int) -> torch.Tensor:
+        """One of `mine`: all elements of its value `which` of those that were sent, flat."""
+        slices = [
+            received[width * at + which * count : width * at + (which + 1) * count]
+            for _, at, count in self._parts[number]
+        ]
+        return torch.cat(slices) if slices else received[:0]
+
+    def split(self, received: torch.Tensor) -> list[torch.Tensor]:
+        """What came back, for each tensor of `kept`."""
+        return list(torch.split(received, [num_kept(item) for item in self.kept]))
+
+
+class _Dealt:
+    """One bucket: values and gradients go to owners, new values come back."""
 
     def __init__(self, items: list[Owned]) -> None:
         self.items = items
-        self._comm: Comm = items[0].lane.comm
-        self._mine = [item for item in items if item.is_here]
-        self._dtype, self._device = items[0].lane.rest.dtype, self._comm.device
-        rank, ranks = self._comm.rank, self._comm.ranks
-        place = {interval: at for at, interval in enumerate(self._comm.intervals)}
-        # What this rank keeps, by owner; what each rank keeps of this rank's tensors, in the tensors' order.
-        self._kept = sorted((item for item in items if _kept(item)), key=lambda item: place[item.owner])
-        self._to_owners, self._from_ranks = [0] * ranks, [0] * ranks
-        for item in self._kept:
-            self._to_owners[place[item.owner]] += _kept(item)
-        parts = [
-            (place[sender], number, start, stop)
-            for number, item in enumerate(self._mine)
-            for sender, start, stop in item.parts()
-        ]
-        self._parts: list[list[tuple[int, int]]] = [[] for _ in self._mine]  # offset and count, per tensor
-        self._back: list[
-            tuple[int, int, int]
-        ] = []  # tensor, start, stop: in the order in which they are sent
-        at = 0
-        for to, number, start, stop in sorted(parts):
-            self._parts[number].append((at, stop - start))
-            self._back.append((number, start, stop))
-            self._from_ranks[to] += stop - start
-            at += 2 * (stop - start)
-        if self._comm.two_level:  # intervals do not ascend with ranks: a tensor's elements are put in order
-            for number, item in enumerate(self._mine):
-                of_rank = {s: (offset, count) for s, offset, count in self._senders(number, item, place)}
-                self._parts[number] = [of_rank[sender] for sender, _, _ in item.parts()]
-        names = "\0".join(f"{item.piece.name} {item.owner}" for item in items)
-        first = items[0].lane.unit
-        self._label = f"{first} ({len(items)} tensors, {zlib.crc32(names.encode()):08x})"
-        self._rank = rank
-        self._operation: Operation | None = None
-        self._received = self._sent = torch.empty(0, dtype=self._dtype, device=self._device)
-
-    def _senders(self, number: int, item: Owned, place: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-        ordered = sorted((place[sender], sender) for sender, _, _ in item.parts())
-        for (_, sender), (offset, count) in zip(ordered, self._parts[number], strict=True):
-            yield sender, offset, count
-
-    def _exchange(self, sent: torch.Tensor, into: list[int], out: list[int], phase: str) -> None:
-        self._sent = sent  # until the operation is over
-        self._received = torch.empty(sum(into), dtype=self._dtype, device=self._device)
-        size = self._received.element_size()
-        sizes = [n * size for n in into], [n * size for n in out]
-        tag = self._comm.tag(self._label, phase)
-        self._operation = self._comm.exchange_parts(as_bytes(self._received), as_bytes(sent), sizes, tag)
-
-    def _wait(self) -> torch.Tensor:
-        assert self._operation is not None
-        self._operation.wait()
-        self._operation = None
-        self._sent = self._received.new_empty(0)
-        return self._received
+        self._routes = Routes(items, items[0].lane.rest.dtype)
+        self._returns = False
 
     def fetch(self) -> None:
-        parts = [part for item in self._kept for part in (item.shard(), item.gradient())]
-        sent = torch.cat(parts) if parts else self._received.new_empty(0)
-        into, out = [2 * n for n in self._from_ranks], [2 * n for n in self._to_owners]
-        self._exchange(sent, into, out, "optimizer step")
+        parts = [part for item in self._routes.kept for part in (item.shard(), item.gradient())]
+        self._routes.to_owners(parts, 2)
 
     def arrived(self) -> list[tuple[Owned, torch.Tensor, torch.Tensor]]:
-        received = self._wait()
-        entire = []
-        for item, parts in zip(self._mine, self._parts, strict=True):
-            values = _joined(received, parts, 0)
-            gradients = _joined(received, parts, 1)
-            entire.append((item, item.shaped(values), item.shaped(gradients)))
-        return entire
+        received, routes = self._routes.received(), self._routes
+        return [
+            (
+                item,
+                item.shaped(routes.joined(received, n, 0, 2)),
+                item.shaped(routes.joined(received, n, 1, 2)),
+            )
+            for n, item in enumerate(routes.mine)
+        ]
 
     def send_back(self) -> None:
-        flat = [item.flat(item.parameter) for item in self._mine]
-        parts = [flat[number][start:stop] for number, start, stop in self._back]
-        sent = torch.cat(parts).to(self._dtype) if parts else self._received.new_empty(0)
-        self._exchange(sent, self._to_owners, self._from_ranks, "after the optimizer step")
+        self._routes.back([item.flat(item.parameter) for item in self._routes.mine])
+        self._returns = True
 
     def finish(self) -> None:
-        if self._operation is None:
-            return
-        received = self._wait()
-        if self._kept:
-            shards = [item.shard() for item in self._kept]
-            torch._foreach_copy_(shards, list(torch.split(received, [len(shard) for shard in shards])))
-        self._received = received.new_empty(0)
+        if self._returns and self._routes.kept:
+            shards = [item.shard() for item in self._routes.kept]
+            torch._foreach_copy_(shards, self._routes.split(self._routes.received()))
+        elif self._returns:
+            self._routes.received()
+        self._returns = False
 
 
-def _kept(item: Owned) -> int:
+def num_kept(item: Owned) -> int:
     """How many elements of it this rank keeps."""
     start, stop = item.lane.layout.kept(item.piece, item.lane.comm.rank)
     return stop - start
-
-
-def _joined(received: torch.Tensor, parts: list[tuple[int, int]], which: int) -> torch.Tensor:
-    """A tensor's values (0) or gradients (1), from the parts that its ranks sent."""
-    slices = [received[at + which * count : at + (which + 1) * count] for at, count in parts]
-    return torch.cat(slices) if slices else received[:0]
 
 
 class OwnedStep:
@@ -388,20 +427,12 @@ class OwnedStep:
             return
         buckets = [items]
         if not (in_one or self.gathered):
-            loads = [load_of(i.piece.shape, i.lane.rest.element_size()) for i in items]
-            owners = [i.owner for i in items]
-            largest = max(bytes_by_owner(loads, owners))
-            most = min(MOST_BYTES, max(LEAST_BYTES, largest // BUCKETS))
-            chosen = in_buckets(loads, owners, most if self._most_bytes is None else self._most_bytes)
-            buckets = [[items[n] for n in bucket] for bucket in chosen]
+            buckets = bucketed(items, self._most_bytes)
         for bucket in buckets:
             yield _Together(list(self._alike(bucket)))
 
     def _alike(self, bucket: list[Owned]) -> Iterator[_Exchange]:
-        kinds: dict[tuple[int, torch.dtype], list[Owned]] = {}
-        for item in bucket:
-            kinds.setdefault((id(item.lane.comm), item.lane.rest.dtype), []).append(item)
-        for alike in kinds.values():
+        for alike in by_kind(bucket):
             if alike[0].lane.comm.ranks == 1:
                 yield _Alone(alike)
             elif self.gathered:
