@@ -248,7 +248,6 @@ def test_every_way_to_call_blocks_gives_the_numbers_of_one_process_and_uses_buff
 
 
 def _strategies() -> list[str]:
-    batch = 2 * SHAPE[0]  # 1 MiB in bf16 too
     wrong = []
     for options in (
         {"strategy": "zero2"},
@@ -261,18 +260,17 @@ def _strategies() -> list[str]:
         },
         {"strategy": "zero3", "offload": "host"},
     ):
+        batch = SHAPE[0] * (2 if "precision" in options else 1)  # 1 MiB in bf16 too
         found = []
         for mode in (True, "offload"):
             torch.manual_seed(0)
             model = fs.shard(Stack(0.3, blocks=4), checkpoint_activations=mode, **(BLOCKS | options))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             torch.manual_seed(torch.distributed.get_rank())
-            for _ in range(2):
-                with fs.accumulate(model):
-                    model(torch.randn(batch, *SHAPE[1:])).square().mean().backward()
+            with fs.accumulate(model):
                 model(torch.randn(batch, *SHAPE[1:])).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            model(torch.randn(batch, *SHAPE[1:])).square().mean().backward()
+            optimizer.step()
             found.append(_values(model))
         if not _buffers(model).allocations or not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
             wrong.append(str(options))

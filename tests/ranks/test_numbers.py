@@ -163,31 +163,35 @@ def is_core(num_ranks: int, case: Case) -> bool:
 
     On two ranks every pair of strategy, precision, prefetch and checkpoint occurs, and every strategy
     accumulates both ways. On four every value of each occurs, and every mesh; on one and three every
-    strategy, and with zero3 and hybrid every value.
+    strategy, and with zero3 every value.
     """
     always = case.strategy in ("zero3", "hybrid")  # others take turns with what varies
     turn = (*STRATEGIES, "hybrid").index(case.strategy) % 2 == num_ranks % 2
-    if num_ranks in (1, 3) and not always:
-        return case == Case(case.strategy)
+    if num_ranks in (1, 3) and case.strategy != "zero3":
+        return case == Case(case.strategy, case.mesh)
     if case.again:
-        return case.postpone == turn and (always or num_ranks == 2)
+        return case.postpone == turn and num_ranks == 2
     if case.micro_batches > 1:
         return case.postpone == turn or num_ranks == 2
     if case.precision in PRECISION_NAMES:
         return case.strategy == "zero3" or case.precision.wire is torch.bfloat16
     if num_ranks == 2:
-        return (case.precision == "bf16") ^ case.prefetch ^ case.checkpoint or plainly_low(case)
+        return plainly(case) or is_paired(case)
     if case.precision != "fp32" or case.defaults:
-        return always or (case.precision == "bf16") == turn
-    return plainly(case) or always or turn
+        return case.strategy == "zero3" or (case.precision == "bf16") == turn
+    return plainly(case) or (turn and case.strategy != "replicate")
 
 
 def plainly(case: Case) -> bool:
     return case.prefetch and not case.checkpoint
 
 
-def plainly_low(case: Case) -> bool:
-    return plainly(case) and case.precision in ("bf16", "fp16")
+def is_paired(case: Case) -> bool:
+    """Eight of 32: the smallest part in which each two of strategy, precision, prefetch and checkpoint have all
+    pairs of values."""
+    first, second = divmod(STRATEGIES.index(case.strategy), 2)
+    low = case.precision == "bf16"
+    return (case.prefetch, case.checkpoint) == (first ^ low, second ^ low)
 
 
 def cases_for(num_ranks: int, core: bool) -> list[Case]:

@@ -227,15 +227,13 @@ OPTIONS = ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate
 
 
 def _use(num_ranks: int, every_pair: bool, folder: Path) -> None:
-    """Each use under every offload and every option; unless `every_pair`, under one of the two at a time."""
+    """Each use under every offload; unless `every_pair`, under one of the options, in turn."""
     for turn, (name, run) in enumerate(USES.items()):
-        for number, options in enumerate(OPTIONS):
+        for options in OPTIONS if every_pair else OPTIONS[turn % len(OPTIONS) :][:1]:
             expected = run(dict(options), folder)
             copies = num_ranks if options.get("strategy") == "replicate" else 1
             offloads = (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder))
-            for index, offload in enumerate(offloads):
-                if (turn + index) % len(OPTIONS) != number and not every_pair:
-                    continue
+            for offload in offloads:
                 try:
                     found = run({**options, "offload": offload}, folder)
                     assert found.keys() == expected.keys()

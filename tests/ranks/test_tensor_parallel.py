@@ -34,11 +34,12 @@ class Case:
     both_axes: bool = False  # the whole mesh is given, its names say which axis is ours
 
 
+FROZEN = ("embed.weight", "blocks.0.mlp.up.weight", "blocks.1.norm1.bias")
 CASES = {
     "zero3": Case(),
     "zero2": Case(shard={"strategy": "zero2"}),
-    "zero1": Case(shard={"strategy": "zero1"}, accumulate=2),
-    "replicate": Case(shard={"strategy": "replicate"}, both_axes=True),
+    "zero1, tied": Case(shard={"strategy": "zero1"}, accumulate=2, tied=True),
+    "replicate, frozen": Case(shard={"strategy": "replicate"}, both_axes=True, frozen=FROZEN),
     "uneven": Case("columns and rows", sizes=(7, 11)),
     "uneven, replicate": Case("columns and rows", {"strategy": "replicate"}, sizes=(7, 11)),
     "mlps alone, one unit": Case("mlps alone", {"units": lambda _: False}, both_axes=True),
@@ -48,7 +49,7 @@ CASES = {
         shard={"checkpoint_activations": True, "check_gradients": True, "prefetch": False, "keep_full": 0}
     ),
     "tied": Case(tied=True),
-    "frozen": Case(frozen=("embed.weight", "blocks.0.mlp.up.weight", "blocks.1.norm1.bias")),
+    "frozen": Case(frozen=FROZEN),
 }
 
 
@@ -122,8 +123,8 @@ def _reference(case: Case) -> Trace:
     )
 
 
-# Each has its strategy, its sizes and its way of cutting in another case as well.
-LONG = ("zero2", "uneven, replicate", "by sequence")
+# Each has its strategy, its sizes, its way of cutting, and what is tied or frozen in another case as well.
+LONG = ("zero3", "zero2", "uneven, replicate", "by sequence", "tied", "frozen")
 
 
 @tables.some("is_long", [False, True], False)

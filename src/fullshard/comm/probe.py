@@ -21,7 +21,8 @@ from fullshard.link_speeds import ClusterSpeeds, LinkSpeed, device_name
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SMALL_BYTES, _SMALL_COUNT = 64, 20  # per rank
-_FIRST_BYTES, _LARGEST_BYTES = 2**18, 2**28  # of the gathered buffer
+_FIRST_BYTES = 2**18  # of the gathered buffer
+_LARGEST_BYTES = {"cuda": 2**28, "cpu": 2**26}  # sockets are at full speed far below
 
 
 def levels(places: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -93,7 +94,7 @@ def _measured(groups: list[list[int]], device: torch.device, enough_s: float) ->
         sent = size * (len(members) - 1) / len(members)
         own = sent / max(took_s - small_s, took_s / 2, 1e-9) if group is not None else float("inf")
         bandwidth = _over_ranks(own, dist.ReduceOp.MIN, device)
-        if slowest_s >= enough_s or size >= _LARGEST_BYTES:
+        if slowest_s >= enough_s or size >= _LARGEST_BYTES[device.type]:
             break
         size *= 4
     if group is not None:
