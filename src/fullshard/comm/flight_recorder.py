@@ -66,6 +66,7 @@ from fullshard.comm.recorder_files import (
 
 _ELSEWHERE_S = 4.0  # both sides have stood still this long: see _elsewhere
 _FRESH_S = 10.0  # of a note: its writer looks every second
+MUTUAL = ": none of them can continue"  # how the verdict on ranks that wait for each other ends
 
 
 @dataclass
@@ -362,8 +363,7 @@ class FlightRecorder:
             if note is not None and (where := self._needs_this_rank(note)):
                 return (
                     f"rank {rank} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
-                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun: "
-                    "none of them can continue"
+                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun{MUTUAL}"
                 )
         return None
 
@@ -420,7 +420,7 @@ class FlightRecorder:
             f"rank {rank} waits in {stuck[rank].operation}, which rank {after} has not begun"
             for rank, after in zip(cycle, cycle[1:] + cycle[:1], strict=True)
         )
-        return "; ".join(sentences) + ": none of them can continue" if cycle else None
+        return "; ".join(sentences) + MUTUAL if cycle else None
 
     def _cycle(self, path: list[int], stuck: dict[int, Place], seen: set[int]) -> list[int]:
         seen.add(path[-1])

@@ -12,12 +12,13 @@ import torch
 
 from fullshard.comm import monitor
 from fullshard.comm.ending import never_destroy
-from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.flight_recorder import MUTUAL, FlightRecorder
 from fullshard.comm.standing import standings
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
+_SEEN_BY_OTHERS_S = 1.5  # longer than _POLL: those who wait for this rank come to the same verdict
 _AFTER_STALL_S = 2.0  # for a save in the background, when training has stalled and a rank is stopped
 _REMEDY = (
     "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
@@ -186,6 +187,8 @@ class Watchdog:
             remedy = _REMEDY + _PATIENCE
         if verdict is None:
             return
+        if verdict.endswith(MUTUAL):
+            time.sleep(_SEEN_BY_OTHERS_S)  # else they would only see that this process has exited
         places = "; ".join(str(p) for p in self.recorder.places() if p is not None)
         self.stalled = Stalled(
             f"an operation that the other ranks will not complete: {verdict}. Places: {places}", remedy
