@@ -12,13 +12,14 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Byte code is written at the first import, of what is imported: all of it would take a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 # Not in every checkout from the first day, so only those that are there.
 CHECKED := $(wildcard src tests examples bench)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo check test test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
+.PHONY: help env demo check test test-all test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
 	bench-checkpoint bench-eight-bit bench-offload bench-plan clean
 
 help: ## List the targets
@@ -50,7 +51,11 @@ check: env ## Lint, types and the tests that need no ranks: a minute, for daily 
 test-pure: env
 	$(BIN)/python -m pytest -q tests/pure $(PYTEST_ARGS)
 
-test: env lint types ## Lint, type check and test: what the CI runs
+# Lint first; types beside the tests, as mypy takes one core.
+test: env ## Lint, type check and test: what the CI runs
+	@$(MAKE) --no-print-directory -j 2 lint types test-all
+
+test-all: env
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: env ## The tests that take minutes: campaigns of crashes, damage and fuzzing, and the rest of large tables
