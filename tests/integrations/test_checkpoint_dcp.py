@@ -23,6 +23,7 @@ import checkpoint_crashes as crashes
 import engines
 import ranks
 import reference
+import tables
 from cases import refusal
 from dcp_runs import Whole, adamw, our_whole, quietly
 from engines import WIDTH, Net, batch, build, loss_of, my_rank
@@ -172,7 +173,7 @@ def _we_load(folder: str, names: list[str], make: type[nn.Module]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@tables.some("num_ranks", [1, 2, 3], 1, 3)
 def test_what_fsdp2_saved_on_two_ranks_is_loaded_bit_for_bit(
     num_ranks: int, fsdp2: tuple[Path, list[dict[str, Any]]]
 ) -> None:
@@ -193,7 +194,7 @@ def test_what_fsdp2_saved_on_two_ranks_is_loaded_bit_for_bit(
         assert found["model alone"]["extra"] == {}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@tables.some("num_ranks", [1, 3], 3)
 def test_what_fsdp2_saved_on_another_number_of_ranks_is_loaded_on_two(num_ranks: int, tmp_path: Path) -> None:
     values, states = ranks.run(_fsdp2_saves, num_ranks, str(tmp_path), ["flattened"])[0]["whole"]
     for found in ranks.run(_we_load, 2, str(tmp_path), ["flattened"], ChannelsLast):
@@ -293,12 +294,12 @@ def assert_read_as_saved(read: dict[str, Any], saved: dict[str, Any]) -> None:
     ("num_ranks", "options"),
     [
         (1, {}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.long),
         (3, {}),
         (2, {"strategy": "zero2"}),
-        (3, {"strategy": "replicate"}),
+        pytest.param(3, {"strategy": "replicate"}, marks=pytest.mark.long),
         (4, {"strategy": "hybrid"}),
-        (4, {"strategy": "zero3"}),
+        pytest.param(4, {"strategy": "zero3"}, marks=pytest.mark.long),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(value.values()) or "one_node",
 )

@@ -849,7 +849,7 @@ def test_compiled_blocks_have_plain_names_in_the_files(tmp_path: Path, pretraine
 # --- memory --------------------------------------------------------------------------------------------
 # Last, because it needs ranks of its own: what others have left in the allocator would hide its growth.
 
-WIDE = 8192
+WIDE = 6144
 
 
 def _growth(paths: list[str]) -> list[int]:
@@ -875,7 +875,7 @@ def _status(field: str) -> int:
 
 
 def test_loading_a_large_directory_takes_little_memory(tmp_path: Path) -> None:
-    value = torch.zeros(WIDE, WIDE)  # 256 MiB
+    value = torch.zeros(WIDE, WIDE)  # 144 MiB
     paths = []
     for dtype in (torch.float32, torch.bfloat16):
         paths.append(tmp_path / str(dtype))

@@ -18,7 +18,7 @@ import reference
 
 WIDTH = 6
 WORDS = 11  # odd: no cut falls on a row
-STEPS = 4
+STEPS = 3
 
 
 class Block(nn.Module):

@@ -169,10 +169,10 @@ class Large(nn.Module):
         return out
 
 
-def _full_after_forward(model: nn.Module) -> list[bool]:
+def _full_after_forward(model: nn.Module, passes: int = 1) -> list[bool]:
     """Which units are full between forward and backward, the root first."""
     runtime = model.__dict__["_fullshard"]
-    for _ in range(2):  # the first pass learns the order
+    for _ in range(passes):
         loss = model(torch.ones(1, 2304)).sum()
         full = [unit.state.name == "FULL" for unit in runtime.units]
         loss.backward()
@@ -182,7 +182,8 @@ def _full_after_forward(model: nn.Module) -> list[bool]:
 def _reshard_after_forward() -> None:
     model = by_blocks(Large())
     list(model.parameters())
-    assert _full_after_forward(model) == [True, False, True, True]  # the last two come first in backward
+    # The first pass learns the order; the last two come first in backward.
+    assert _full_after_forward(model, passes=2) == [True, False, True, True]
     model.set_reshard_after_forward(False)
     assert _full_after_forward(model) == [True] * 4
     model.set_reshard_after_forward(True)
@@ -198,7 +199,7 @@ def _reshard_after_forward() -> None:
     fully_shard(mixed.blocks[2])
     fully_shard(mixed, reshard_after_forward=True)
     list(mixed.parameters())
-    assert _full_after_forward(mixed) == [False, False, True, True]
+    assert _full_after_forward(mixed, passes=2) == [False, False, True, True]
     loss = mixed(torch.ones(1, 2304)).sum()
     mixed.blocks[1].reshard()
     assert mixed.__dict__["_fullshard"].units[2].state.name == "AT_REST"

@@ -268,7 +268,7 @@ def _between(
 
 
 @pytest.mark.parametrize(
-    "targets", [2, pytest.param(len(VARIANTS), marks=pytest.mark.long)], ids=["two", "all"]
+    "targets", [1, pytest.param(len(VARIANTS), marks=pytest.mark.long)], ids=["next", "all"]
 )
 def test_checkpoint_of_each_strategy_loads_with_others(tmp_path: Path, targets: int) -> None:
     for found in ranks.run(_between, 4, tmp_path, VARIANTS, "auto", targets, timeout_s=240):

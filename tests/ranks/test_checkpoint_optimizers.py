@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ranks
 import reference
-from engines import build, my_rank
+from engines import build
 from painting import (
     WIDTH,
     Optimizer,
@@ -75,7 +75,8 @@ def _keep(root: Path) -> None:
         model = shard(Plain)
         optimizer = of_kind(name)(model.parameters())
         train(model, optimizer, range(3))
-        fs.save(root / name, model, optimizer, files="parts" if my_rank() > 5 else "auto")
+        fs.save(root / name, model, optimizer)
+        ranks.end_groups_of_models()
 
 
 def _go_on(root: Path) -> dict[str, dict[str, Tensor]]:
@@ -89,6 +90,7 @@ def _go_on(root: Path) -> dict[str, dict[str, Tensor]]:
         loaded = {f"loaded {k}": v for k, v in whole_state(model, optimizer).items()}
         train(model, optimizer, range(3, 5))
         found[name] = loaded | whole_state(model, optimizer)
+        ranks.end_groups_of_models()
     return found
 
 

@@ -330,7 +330,7 @@ def test_a_step_gathers_each_unit_once_forward_and_once_backward(case: tuple[str
 
 # --- from the meta device -----------------------------------------------------------------------------
 
-META_BLOCKS, META_WIDTH = 24, 2048  # 24 blocks of 16 MiB: 400 MB in all
+META_BLOCKS, META_WIDTH = 12, 2048  # 12 blocks of 16 MiB: 200 MB in all
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 

@@ -21,6 +21,7 @@ import reference
 from reference import Trace
 
 STRATEGIES = ("zero3", "zero2", "zero1", "replicate", "hybrid")
+STEPS = 2  # the first one learns the order in which units are needed
 
 
 def be_on_nodes(sizes: list[int], interleaved: bool = False) -> None:
@@ -54,9 +55,8 @@ def _train(model: nn.Module, **options: Any) -> Trace:
     copied = kinds.pop("copied", False)
     engines.shard_blocks(model, **kinds)
     model = copy.deepcopy(model) if copied else model
-    steps = engines.STEPS
-    mine = [engines.batch(step, rank) for step in range(steps * accumulate)]
-    return reference.train_rank(model, mine, engines.loss_of, reference.adamw, steps, clip, accumulate)
+    mine = [engines.batch(step, rank) for step in range(STEPS * accumulate)]
+    return reference.train_rank(model, mine, engines.loss_of, reference.adamw, STEPS, clip, accumulate)
 
 
 def _traces(sizes: list[int], cases: list[dict[str, Any]]) -> list[Trace]:
@@ -70,9 +70,9 @@ def _traces(sizes: list[int], cases: list[dict[str, Any]]) -> list[Trace]:
 
 @lru_cache
 def _expected(num_ranks: int, accumulate: int = 1, clip: float | None = 0.1) -> Trace:
-    batches = engines.batches(num_ranks, engines.STEPS * accumulate)
+    batches = engines.batches(num_ranks, STEPS * accumulate)
     return reference.train(
-        engines.build(), batches, engines.loss_of, reference.adamw, engines.STEPS, clip, accumulate
+        engines.build(), batches, engines.loss_of, reference.adamw, STEPS, clip, accumulate
     )
 
 
@@ -92,8 +92,6 @@ FP32: list[dict[str, Any]] = [
     {"strategy": "zero3", "keep_full": 0, "keep_node": 0},
     {"strategy": "zero3", "keep_full": 0, "keep_node": 2000},
     {"strategy": "zero3", "keep_node": "all", "prefetch": False, "keep_full": 0},
-    {"strategy": "zero3", "prefetch": False},
-    {"strategy": "zero3", "offload": "host"},
     {"strategy": "zero3", "offload": "host", "keep_full": 0, "keep_node": "all"},
     {"strategy": "zero3", "copied": True},
     {"strategy": "zero3", "checkpoint_activations": True},
@@ -101,13 +99,20 @@ FP32: list[dict[str, Any]] = [
     # Clipping adds up norms of shards, and these are others with hybrid.
     {"strategy": "zero3", "clip": None},
     {"strategy": "hybrid", "clip": None},
-    *({"strategy": strategy, "accumulate": 3} for strategy in STRATEGIES),
+    *({"strategy": strategy, "accumulate": 2} for strategy in STRATEGIES),
 ]
+
+
+def _cases(sizes: list[int]) -> list[dict[str, Any]]:
+    """Uneven nodes are one: what concerns nodes has no effect there, and the rest is in `test_numbers`."""
+    if sizes != [2, 1]:
+        return FP32
+    return [c for c in FP32 if c["strategy"] != "hybrid" and (len(c) == 1 or "keep_node" in c)]
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], pytest.param([2, 2, 2], marks=pytest.mark.long), [2, 1]])
 def test_every_strategy_trains_on_nodes_as_one_process_does(sizes: list[int]) -> None:
-    cases = [case for case in FP32 if sizes != [2, 1] or case["strategy"] != "hybrid"]
+    cases = _cases(sizes)
     found = _combined(ranks.run(_traces, sum(sizes), sizes, cases, init=True))
     first: dict[float | None, Trace] = {}
     for case, trace in zip(cases, found, strict=True):
@@ -132,6 +137,7 @@ LOW: list[dict[str, Any]] = [
             ("replicate", None),
             ("hybrid", None),
         )
+        if p != "8-bit" or s == "zero3"  # others keep nothing
     ),
     {"strategy": "zero3", "precision": "8-bit across", "keep_full": 0, "keep_node": "all"},
     {"strategy": "hybrid", "precision": "8-bit across", "keep_full": 0},

@@ -165,8 +165,7 @@ def is_core(num_ranks: int, case: Case) -> bool:
     accumulates both ways. On four every value of each occurs, and every mesh; on one and three every
     strategy, and with zero3 every value.
     """
-    always = case.strategy in ("zero3", "hybrid")  # others take turns with what varies
-    turn = (*STRATEGIES, "hybrid").index(case.strategy) % 2 == num_ranks % 2
+    turn = (*STRATEGIES, "hybrid").index(case.strategy) % 2 == num_ranks % 2  # with what varies
     if num_ranks in (1, 3) and case.strategy != "zero3":
         return case == Case(case.strategy, case.mesh)
     if case.again:
@@ -187,8 +186,8 @@ def plainly(case: Case) -> bool:
 
 
 def is_paired(case: Case) -> bool:
-    """Eight of 32: the smallest part in which each two of strategy, precision, prefetch and checkpoint have all
-    pairs of values."""
+    """Eight of 32: the smallest part in which each two of strategy, precision, prefetch and checkpoint have
+    all pairs of values."""
     first, second = divmod(STRATEGIES.index(case.strategy), 2)
     low = case.precision == "bf16"
     return (case.prefetch, case.checkpoint) == (first ^ low, second ^ low)

@@ -20,7 +20,7 @@ import ranks
 from engines import my_rank
 from fullshard.engine.runtime import runtime_of
 
-STEPS = 4
+STEPS = 3
 HOMES: dict[str, Any] = {
     "host": "host",
     "optimizer": "optimizer",

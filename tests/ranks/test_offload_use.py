@@ -228,20 +228,28 @@ OPTIONS = ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate
 
 def _use(num_ranks: int, every_pair: bool, folder: Path) -> None:
     """Each use under every offload; unless `every_pair`, under one of the options, in turn."""
-    for turn, (name, run) in enumerate(USES.items()):
+    for turn, name in enumerate(USES):
         for options in OPTIONS if every_pair else OPTIONS[turn % len(OPTIONS) :][:1]:
-            expected = run(dict(options), folder)
-            copies = num_ranks if options.get("strategy") == "replicate" else 1
-            offloads = (*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder))
-            for offload in offloads:
-                try:
-                    found = run({**options, "offload": offload}, folder)
-                    assert found.keys() == expected.keys()
-                    for key, value in expected.items():
-                        assert torch.equal(found[key], value), key
-                except Exception as error:
-                    raise AssertionError(f"{name}, {options}, {offload}: {error!r}") from error
+            compare(name, options, offloads(num_ranks, options, folder), folder)
             ranks.end_groups_of_models()
+
+
+def offloads(num_ranks: int, options: dict[str, Any], folder: Path) -> list[Any]:
+    copies = num_ranks if options.get("strategy") == "replicate" else 1
+    return [*OFFLOADS, fs.Offload(host=6_000 * copies, disk=folder)]
+
+
+def compare(name: str, options: dict[str, Any], chosen: list[Any], folder: Path) -> None:
+    """A use with the chosen offloads, and without."""
+    expected = USES[name](dict(options), folder)
+    for offload in chosen:
+        try:
+            found = USES[name]({**options, "offload": offload}, folder)
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(found[key], value), key
+        except Exception as error:
+            raise AssertionError(f"{name}, {options}, {offload}: {error!r}") from error
 
 
 @pytest.mark.parametrize(

@@ -392,9 +392,9 @@ def _of(variant: str, folder: Path) -> Run:
 @pytest.mark.parametrize(
     ("variant", "kill"),
     [
-        ("plain", Kill(step=7, point="before step")),
+        pytest.param("plain", Kill(step=9), marks=pytest.mark.long),
         ("recompute_bf16_stateful_background", Kill(ranks=(1,), step=8)),
-        ("accumulate_fp16", Kill(step=9)),
+        ("accumulate_fp16", Kill(step=7, point="before step")),
     ],
     ids=["plain", "recompute_bf16_stateful_background_one_rank_killed", "accumulate_fp16"],
 )

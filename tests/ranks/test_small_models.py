@@ -180,9 +180,18 @@ def full_bytes(model: nn.Module) -> int:
     return sum(lane.full.untyped_storage().nbytes() for lane in lanes)
 
 
+def strategies(name: str, merge_units: int) -> tuple[str, ...]:
+    """All for one model, zero3 and another one in turn for the others; zero3 alone without merging, where
+    strategies are compared elsewhere."""
+    if name == "stack":
+        return STRATEGIES
+    other = STRATEGIES[1 + list(MODELS).index(name) % 2]
+    return ("zero3", other) if merge_units else ("zero3",)
+
+
 def train_all(name: str, merge_units: int) -> dict[str, Run]:
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies(name, merge_units):
         found[strategy] = train(name, strategy=strategy, merge_units=merge_units)
         ranks.end_groups_of_models()
     return found
@@ -227,7 +236,7 @@ def test_neighbouring_blocks_are_one_unit_with_a_name_that_says_so(name: str) ->
 def test_merged_blocks_train_as_in_one_process(name: str, num_ranks: int) -> None:
     for merge_units in _merges(name, num_ranks):
         found = runs(name, num_ranks, merge_units)
-        for strategy in STRATEGIES:
+        for strategy in strategies(name, merge_units):
             trace = reference.combine([run[strategy].trace for run in found])
             reference.assert_close_trace(trace, expected(name, num_ranks), rtol=2e-5, atol=2e-6)
 
@@ -237,8 +246,8 @@ def test_merging_changes_no_bit(name: str, num_ranks: int) -> None:
     apart = runs(name, num_ranks, 0)
     for merge_units in _merges(name, num_ranks):
         for merged, alone in zip(runs(name, num_ranks, merge_units), apart, strict=True):
-            for strategy in STRATEGIES:
-                ours, theirs = merged[strategy].trace, alone["zero3"].trace
+            for run in merged.values():
+                ours, theirs = run.trace, alone["zero3"].trace
                 assert ours.losses == theirs.losses
                 different = [
                     n for n, p in theirs.parameters.items() if not reference.bitwise(ours.parameters[n], p)
@@ -249,7 +258,7 @@ def test_merging_changes_no_bit(name: str, num_ranks: int) -> None:
 @on_models
 def test_merged_units_hold_nothing_after_a_step(name: str) -> None:
     for found in runs(name, 2, MODELS[name].merge_units):
-        assert [run.held for run in found.values()] == [0, 0, 0]
+        assert not any(run.held for run in found.values())
 
 
 @on_models
@@ -271,7 +280,7 @@ def test_merged_units_are_gathered_once_a_pass(name: str) -> None:
 @on_models
 def test_number_of_collectives_falls(name: str) -> None:
     apart, merged, one = (runs(name, 2, m)[0] for m in (0, MODELS[name].merge_units, ALL_IN_ONE))
-    for strategy in STRATEGIES:
+    for strategy in apart:
         many, fewer, least = (_messages(run[strategy]) for run in (apart, merged, one))
         assert least <= fewer < many
 

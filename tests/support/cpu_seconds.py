@@ -1,11 +1,11 @@
-"""CPU seconds per test and per file, over all processes that tests start: unlike wall time, they hardly depend on
-what else the machine does.
+"""CPU seconds per test and per file, of all processes that tests start; unlike wall time, they hardly depend
+on what else the machine does.
 
-    PYTHONPATH=src:tests/support python -m pytest -p cpu_seconds --cpu-seconds table.tsv tests/ranks/test_wire.py
+    PYTHONPATH=tests/support python -m pytest -p cpu_seconds --cpu-seconds table.tsv tests/ranks/test_wire.py
 
-Ranks and commands are forked from servers that this process has started (`warm`), so they are its descendants, and
-what ended ones used is in the sums of those that waited for them. What a process uses while nobody's test runs
-(collection, the servers' imports) is counted to the test that waited for it.
+Ranks and commands are forked from servers that this process has started (`warm`), so they are its
+descendants, and what ended ones used is in the sums of those that waited for them. The imports of a server
+are counted to the test that was the first to need it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ENGINES = ("fullshard", "fsdp2")
 on_both_engines = pytest.mark.parametrize("engine", ENGINES, ids=["fullshard", "fsdp2_goes_wrong"])
 
 WIDTH = 8
-STEPS = 4
+STEPS = 3
 
 # Users' defaults would make one unit of any model as small as those of the tests, and keep its values full
 # from forward to backward. These are the same two thresholds at the tests' scale: every block is a unit, the

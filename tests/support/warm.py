@@ -47,6 +47,7 @@ PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch._functorch.aot_autograd",  # a second, for optimizers and operators of one's own
+    "torch._inductor.compile_fx",  # another one, for whatever is compiled, with any backend
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
