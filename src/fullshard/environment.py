@@ -96,6 +96,29 @@ def variables_of_rank(rank: int, ranks: int, port: int, hides_gpus: bool) -> dic
     return variables
 
 
+# What may be shown to others: none of these holds a name, a path, an address or a secret.
+_HARMLESS = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+    *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
+    *("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
+    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+    *("FULLSHARD_STALL_TIMEOUT_S", "PYTHONHASHSEED", "ACCELERATE_USE_FSDP"),
+)
+_SECRET_WORDS = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "KEY", "AUTH", "COOKIE", "SESSION")
+
+
+def harmless_variables() -> dict[str, str]:
+    """Environment variables that explain a run and may be shown to others."""
+    return {name: os.environ[name] for name in _HARMLESS if name in os.environ}
+
+
+def secret_values() -> list[str]:
+    """Values of environment variables whose names look as if they were secret, the longest first."""
+    named = [v for name, v in os.environ.items() if any(word in name.upper() for word in _SECRET_WORDS)]
+    return sorted({value for value in named if len(value) >= 6}, key=len, reverse=True)
+
+
 def cores() -> int:
     """Cores that this process may use, by its affinity and its container's quota."""
     try:

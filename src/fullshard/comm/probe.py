@@ -53,7 +53,7 @@ def probe(enough_s: float = 0.3) -> ClusterSpeeds:
 
 def _probe(enough_s: float) -> ClusterSpeeds:
     launched, rank, ranks = launch(), dist.get_rank(), dist.get_world_size()
-    device = _device()
+    device = job_device()
     first = rank - launched.local_rank if launched.ranks == ranks else rank
     mine = torch.tensor([first, rank - first], device=device)
     rows = torch.empty(ranks, 2, dtype=mine.dtype, device=device)
@@ -69,7 +69,8 @@ def _probe(enough_s: float) -> ClusterSpeeds:
     )
 
 
-def _device() -> torch.device:
+def job_device() -> torch.device:
+    """Where collectives of this job run."""
     backend = str(dist.get_backend_config(dist.group.WORLD))
     return torch.device("cuda" if torch.cuda.is_available() and "nccl" in backend else "cpu")
 

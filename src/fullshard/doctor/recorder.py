@@ -119,6 +119,12 @@ class Recorder:
         for watched in self._watched:
             watched.forget()
 
+    def note_standing(self) -> None:
+        """Where the ranks of each model are, from its flight recorder."""
+        for watched in self._watched:
+            places = watched.runtime.comm.recorder.places()
+            self.note("stood", places=[str(place) for place in places if place is not None])
+
     # ---- the model
 
     def _sharding(self, original: Any) -> Any:
@@ -154,6 +160,12 @@ class Recorder:
             trainable=[piece.name for p, _, piece in watched.values.places if p.requires_grad],
             untied=[list(pair) for pair in untied],
             points=watched.points,
+            about={
+                "options": str(runtime.options),
+                "topology": f"{runtime.comm.all_ranks} ranks, shards over {runtime.comm.ranks}, "
+                f"{runtime.comm.replicas} replicas, {runtime.options.nodes} nodes, {runtime.comm.device}",
+                "plan": str(runtime.plan),
+            },
         )
         self._watched.append(watched)
         for module in [model, *(m for unit in runtime.units for m in unit.modules)]:

@@ -47,20 +47,55 @@ def _doctor(
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds for each run.")] = 600.0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the script prints.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the ranks that a launcher started; no script.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Collect what belongs into a bug report; SCRIPT is optional.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The file of --cluster or --report.")
+    ] = None,
     json: AsJson = False,
 ) -> int:
-    request = _Request([*(["-m"] if module else []), *(words or [])], ranks, steps, timeout, verbose)
+    given = [*(["-m"] if module else []), *(words or [])]
+    if cluster:
+        from fullshard.tools.cli.doctor_cluster import examine_cluster
+
+        return examine_cluster(out or Path("fullshard-cluster.json"), json)
+    if report:
+        return _report(_Request(given, ranks, steps, timeout, verbose), module, out, json)
+    request = _Request(given, ranks, steps, timeout, verbose)
     _check(request, accept or [], module)
-    report = _examined(request, tuple(accept or ()))
+    examined = _examined(request, tuple(accept or ()))
     if html is not None:
         from fullshard.doctor.page import page
 
-        html.write_text(page(report))
+        html.write_text(page(examined))
     if json:
-        as_json_text(report.data())
+        as_json_text(examined.data())
     else:
-        print(report.text())
-    return 0 if report.same else 1
+        print(examined.text())
+    return 0 if examined.same else 1
+
+
+def _report(request: _Request, module: bool, out: Path | None, as_json: bool) -> int:
+    """Of this host; with a script, also of a few steps of it, and of the error that ends it."""
+    from fullshard.doctor.issue_report import as_text, collected
+
+    runs: list[dict[str, Any]] = []
+    if len(request.script) > int(module):
+        _check(request, (), module)
+        with tempfile.TemporaryDirectory(prefix="fullshard-doctor-", ignore_cleanup_errors=True) as folder:
+            runs = _run(request, Path(folder) / "run", request.ranks, request.steps, "watch")
+    report = collected(request.script if runs else (), runs)
+    if as_json:
+        as_json_text(report)
+    elif out is None:
+        print(as_text(report))
+    if out is not None:
+        out.write_text(json_format.dumps(report, indent=1) if out.suffix == ".json" else as_text(report))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -185,14 +220,13 @@ def _has_failed(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> bo
 
 
 def _result(folder: Path, rank: int, process: subprocess.Popen[bytes], late: bool) -> dict[str, Any]:
-    place = folder / f"rank-{rank}.json"
+    place, log = folder / f"rank-{rank}.json", folder / f"rank-{rank}.log"
+    lines = log.read_text(errors="replace").strip().splitlines()
     if place.exists():
         result: dict[str, Any] = json_format.loads(place.read_text())
-        return result
-    log = folder / f"rank-{rank}.log"
-    last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+        return result | {"log": lines[-100:]}
     why = "ended with no result within --timeout" if late else f"ended with exit code {process.returncode}"
-    return {"events": [], "error": f"{why}{': ' + last[0] if last else ''}"}
+    return {"events": [], "error": f"{why}{': ' + lines[-1] if lines else ''}", "log": lines[-100:]}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -222,13 +256,20 @@ mistakes around the model: ranks that read the same data, a loss that is a sum, 
 on all ranks, accumulation without division, and others (docs/doctor.md).
 
 The script is not changed. What it saves with fs.save or torch.save goes to a temporary folder.
-Without a GPU for each rank, it runs on the CPU. Options come before SCRIPT.""",
+Without a GPU for each rank, it runs on the CPU. Options come before SCRIPT.
+
+--cluster checks the ranks that a launcher started: versions, devices, known sums in every
+dtype, bandwidth of every pair, disks, clocks; then numbers and speed beside FSDP2. --report
+collects versions, plan, options, topology, flight recorders and the error of a script, without
+secrets, for an issue report.""",
     """\
 examples:
   fullshard doctor train.py --lr 1e-3
   fullshard doctor --ranks 4 --steps 10 --html report.html train.py
   fullshard doctor --accept batchnorm-statistics-differ train.py
   fullshard doctor --json -m my_package.train
+  torchrun --nproc-per-node 8 -m fullshard doctor --cluster
+  fullshard doctor --report --out report.md train.py
 
 Exit code 0: the same; 1: something was found; 2: invalid request, or the script fails by itself.""",
     {"ignore_unknown_options": False, "allow_interspersed_args": False},

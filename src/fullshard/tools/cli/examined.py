@@ -41,6 +41,7 @@ def main(words: Sequence[str]) -> None:
     except BaseException as error:  # noqa: BLE001  of the script: reported by the doctor
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
+    recorder.note_standing()
     result["events"] = recorder.events
     place = Path(folder) / f"rank-{launch().rank}.json"
     place.with_suffix(".part").write_text(json.dumps(result))
