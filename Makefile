@@ -20,7 +20,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo check test test-all test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
-	bench-checkpoint bench-eight-bit bench-offload bench-plan clean
+	bench-checkpoint bench-eight-bit bench-offload bench-plan bench-times clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ bench-eight-bit: env ## What gradients in 8-bit blocks between nodes cost in tra
 
 bench-offload: env ## Values in host memory: fullshard beside FSDP2's CPUOffloadPolicy; needs a GPU and 128 GiB of host memory
 	$(BIN)/python bench/offload.py
+
+bench-times: env ## Predicted step times beside measured ones; needs a GPU
+	$(BIN)/python bench/time_check.py
 
 bench-plan: env ## What fullshard plan predicts beside what CUDA allocates; needs a GPU
 	$(BIN)/python bench/plan_check.py

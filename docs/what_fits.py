@@ -50,7 +50,7 @@ QUESTION = Question(memory_bytes=80 * GIB, strategies=("zero3",), recompute=True
 @cache
 def traced(index: int) -> Step:
     subject = decoder("", FAMILY[index], Batch(1, 4096))
-    return answers._step(answers._model(subject, QUESTION)[0], subject, QUESTION)
+    return answers.step_of(subject, QUESTION)[0]
 
 
 def fits(index: int, card: int, ranks: int, request: Request | None) -> bool:

@@ -1,8 +1,9 @@
-"""Measured bandwidth and latency of a cluster's links, remembered in a file in the user's cache folder.
+"""What was measured on a cluster, remembered in a file in the user's cache folder: bandwidth and latency of
+its links, and the rates of its devices.
 
-One JSON file: a version, and an entry per cluster. It is replaced in one rename. A file that cannot be read,
-or that another version wrote, is ignored with a warning, and replaced by the next measurement. A rank reads
-its own host's file: ranks have to agree on what they read before they act on it.
+One JSON file: a version, and an entry per cluster for each of both. It is replaced in one rename. A file that
+cannot be read, or that another version wrote, is ignored with a warning, and replaced by the next
+measurement. A rank reads its own host's file: ranks have to agree on what they read before they act on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from fullshard.environment import cache_folder, cluster_name
 
 VERSION = 1
-_REMEDY = "Measure again with fullshard env --probe, which replaces it."
+_REMEDY = "Measure again with fullshard env --probe or --rates, which replace it."
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,32 @@ def remember_speeds(speeds: ClusterSpeeds) -> Path:
     path, key = speeds_file(), cluster_key(speeds.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is about to be replaced
-        entries = _read(path)
+        entries, rates = _read(path), _read_rates(path)
     before = entries.get(key)
     if before is not None and before.backend == speeds.backend:
         inside, across = speeds.inside or before.inside, speeds.across or before.across
         speeds = replace(speeds, inside=inside, across=across)
     entries[key] = speeds
-    content = {"version": VERSION, "clusters": {key: asdict(entry) for key, entry in entries.items()}}
+    return _write(path, entries, rates)
+
+
+def recall_rates() -> dict[str, Any] | None:
+    """The rates of devices such as this rank's, as `remember_rates` was given them, or None."""
+    return _read_rates(speeds_file()).get(cluster_key(device_name()))
+
+
+def remember_rates(rates: dict[str, Any]) -> Path:
+    """Adds the rates of this rank's device; returns the file."""
+    path = speeds_file()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        entries, before = _read(path), _read_rates(path)
+    return _write(path, entries, before | {cluster_key(device_name()): rates})
+
+
+def _write(path: Path, entries: dict[str, ClusterSpeeds], rates: dict[str, dict[str, Any]]) -> Path:
+    clusters = {key: asdict(entry) for key, entry in entries.items()}
+    content = {"version": VERSION, "clusters": clusters, "rates": rates}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, staging = tempfile.mkstemp(dir=path.parent, prefix=".links-", suffix=".json")
     try:
@@ -92,6 +112,17 @@ def remember_speeds(speeds: ClusterSpeeds) -> Path:
             os.unlink(staging)
         raise
     return path
+
+
+def _read_rates(path: Path) -> dict[str, dict[str, Any]]:
+    """Of files that have none, or cannot be read, nothing: `_read` warns of those."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != VERSION:
+            return {}
+        return {str(key): dict(value) for key, value in content.get("rates", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _read(path: Path) -> dict[str, ClusterSpeeds]:

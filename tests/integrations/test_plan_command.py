@@ -19,7 +19,7 @@ import fullshard as fs
 import ranks
 from fullshard import extras
 from fullshard.errors import OptionError
-from fullshard.planning import sizes, subjects, tracing
+from fullshard.planning import answers, sizes, subjects, tracing
 from fullshard.planning.adapters import Adapters
 from fullshard.planning.answers import Answer, Question, answer
 from fullshard.planning.decoder import Decoder
@@ -139,6 +139,7 @@ def test_operators_that_are_computed_once_leave_the_plan_as_it_is(
     subject = subjects.decoder(kind, KINDS[kind][1], Batch(2, 64))
     question = Question(memory_bytes=2**40, recompute=True)
     once = answer(subject, question)
+    answers._traced.cache_clear()
     monkeypatch.setattr(
         tracing._Operators, "call", lambda _, operator, args, kwargs: operator(*args, **kwargs)
     )
@@ -578,7 +579,16 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("{text}",), "cannot be read"),
         (("{nameless}",), "names no model_type"),
         (("{unknown}",), "knows no model_type 'frobnicator'"),
-        (("{translates}",), "'t5' is no causal language model that transformers can build. Give FILE.py"),
+        (("{deaf}",), "'encodec' is no model of text, images or speech"),
+        (("gpt2", "--gpu", "h101"), "Did you mean h100?"),
+        (("gpt2", "--train-tokens", "lots"), "300B or 2T"),
+        (("gpt2", "--inside", "50GB/s"), "--node-ranks"),
+        (("gpt2", "--link", "fast"), "50GB/s"),
+        (("gpt2", "--choose", "--allow", "int4"), "int8-across"),
+        (("gpt2", "--choose", "--global-batch", "9"), "a multiple of the ranks"),
+        (("gpt2", "--choose", "--memory", "100MiB", "--ranks", "1"), "nothing fits for gpt2 on 1 rank"),
+        (("gpt2", "--smallest-ranks", "--memory", "100MiB"), "trains on no number of ranks"),
+        (("{own}:make", "--largest-batch"), "returns its own batch"),
         (("{words}",), "the config is refused: "),
         (("{quantised}",), "quantization_config"),
         (("{own}:looking",), "does not run without values"),
@@ -609,7 +619,7 @@ def test_wrong_request_is_one_line_with_its_remedy(
     texts = {"text": "no json", "nameless": "{}", "unknown": '{"model_type": "frobnicator"}'}
     texts |= {
         "learned": json.dumps(learned),
-        "translates": '{"model_type": "t5"}',
+        "deaf": '{"model_type": "encodec"}',
         "words": '{"model_type": "llama", "hidden_size": "big"}',
         "quantised": '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
     }
@@ -723,3 +733,132 @@ def test_plan_is_near_what_a_run_allocates() -> None:
     for case, (planned, (rest, step)) in zip(CASES, found, strict=True):
         assert planned.rest == rest, case
         assert -0.01 < (planned.peak - planned.rest) / step - 1 < 0.05, case
+
+
+# --- time, and choosing -----------------------------------------------------------------------------------
+
+H100 = ("--gpu", "h100", "--ranks", "16", "--node-ranks", "8", "--link", "12GB/s", "--batch", "1")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A model of three blocks."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHORT}))
+    return str(tmp_path)
+
+
+def test_times_follow_from_the_card_and_the_links(small: str) -> None:
+    code, fast = asked(small, *H100, "--train-tokens", "300B")
+    assert code == 0
+    _, slow = asked(small, *H100, "--link", "0.02GB/s")
+    assert slow["times"]["zero3"]["step_s"] > 2 * fast["times"]["zero3"]["step_s"]
+    run = fast["run"]
+    assert run["tokens_per_step"] == 16 * 256
+    assert run["train_s"] == pytest.approx(300e9 / run["tokens_s"])
+    assert run["checkpoint_bytes"] == 12 * fast["parameters"]
+    out = main(small, *H100)[1]
+    assert "tokens/s on 16 ranks" in out
+    assert "is the fastest of those that fit" in out
+    assert "tokens/s" not in main(small, "--ranks", "16")[1]
+
+
+def test_the_choice_is_written_and_read_again(small: str, tmp_path: Path) -> None:
+    from fullshard.planning.settings import Choice
+
+    file = tmp_path / "plan.json"
+    code, out, err = main(small, *H100, "--choose", "--save", str(file))
+    assert (code, err) == (0, "")
+    assert out.startswith("plan: ")
+    assert "because" in out
+    assert f"plan={str(file)!r}" in out
+    choice = Choice.load(file)
+    assert Choice.from_dict(choice.to_dict()) == choice
+    assert choice.line in out
+    _, listed = asked(small, *H100, "--choose")
+    assert Choice.from_dict({k: v for k, v in listed.items() if k != "run"}) == choice
+    fitting = [one.step_s for one in choice.rejected if one.step_s is not None]
+    assert choice.step_s <= 1.02 * min(fitting)
+    renamed = tmp_path / "plan.yaml"
+    renamed.write_text(file.read_text())
+    assert Choice.load(renamed) == choice
+
+
+def test_what_changes_numbers_is_chosen_only_where_it_is_allowed(small: str) -> None:
+    slow = (small, *H100, "--link", "0.02GB/s", "--choose")
+    _, exact = asked(*slow)
+    _, rounded = asked(*slow, "--allow", "int8-across")
+    assert exact["settings"]["wire"] == "exact"
+    assert rounded["settings"]["wire"] == "int8-across"
+    assert rounded["step_s"] < 0.8 * exact["step_s"]
+
+
+def test_memory_decides_between_recomputation_and_host_memory(small: str) -> None:
+    base = (small, "--gpu", "a10", "--ranks", "1", "--batch", "8", "--spare", "0")
+    peaks = [
+        asked(*base, *more)[1]["strategies"]["zero2"]["peak_bytes"]
+        for more in ((), ("--checkpoint-activations",))
+    ]
+    assert peaks[0] > peaks[1]
+    wide, tight, tighter = (f"{peak}" for peak in (peaks[0] + 1, peaks[1] + 1, peaks[1] - 1))
+
+    def settings(*more: str) -> tuple[Any, Any]:
+        found = asked(*base, "--choose", *more)[1]["settings"]
+        return found["checkpoint_activations"], found["offload"]
+
+    assert settings("--memory", wide) == (False, None)
+    assert settings("--memory", tight) == (True, None)
+    code, _, err = main(*base, "--choose", "--memory", tighter)
+    assert code == 2
+    assert "on 1 rank of" in err
+    assert settings("--memory", tighter, "--host-memory", "64GiB") != (True, None)
+
+
+def test_a_global_batch_is_divided_into_micro_batches(small: str) -> None:
+    arguments = (small, "--gpu", "h100", "--ranks", "4", "--sequence", "128", "--choose")
+    _, found = asked(*arguments, "--global-batch", "16")
+    settings = found["settings"]
+    assert settings["micro_batch"] * settings["accumulate"] == 4
+    assert found["tokens"] == 4 * 128
+    _, grown = asked(*arguments)
+    assert grown["settings"]["micro_batch"] > 1
+
+
+def test_the_fewest_ranks_and_the_largest_batch_are_at_the_edge_of_what_fits(small: str) -> None:
+    base = (small, "--sequence", "128")
+    _, alone = asked(*base, "--ranks", "64", "--checkpoint-activations")
+    little = ("--memory", f"{alone['strategies']['zero3']['peak_bytes'] + 2**20}", "--spare", "0")
+    _, found = asked(*base, *little, "--gpu", "rtx3090", "--smallest-ranks")
+    fewest = found["smallest_ranks"]
+    assert 1 < fewest <= 64
+    for number, code in ((fewest, 0), (fewest - 1, 1)):
+        assert main(*base, *little, "--ranks", str(number), "--checkpoint-activations")[0] == code
+    room = ("--memory", "512MiB", "--ranks", "8", "--strategy", "zero3")
+    code, most = asked(*base, *room, "--largest-batch")
+    batch = most["strategies"]["zero3"]["batch"]
+    assert code == 0
+    assert batch > 1
+    for count, code in ((batch, 0), (batch + 1, 1)):
+        assert main(*base, *room, "--batch", str(count))[0] == code
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "num_hidden_layers": 1, "architectures": ["BertForMaskedLM"]},
+        {"model_type": "t5", "num_layers": 1},
+        {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1},
+        {"model_type": "vit", "num_hidden_layers": 1},
+        {"model_type": "convnext", "depths": [1, 1, 1, 1]},
+        {"model_type": "whisper", "encoder_layers": 1, "decoder_layers": 1},
+        {"model_type": "mixtral", **SHORT, "num_local_experts": 4},
+    ],
+    ids=lambda config: str(config["model_type"]),
+)
+def test_configs_of_other_kinds_are_planned(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, found = asked(str(tmp_path), "--gpu", "h100", "--batch", "2", "--sequence", "64")
+    assert code == 0
+    times, parameters = found["times"]["zero3"], found["parameters"]
+    assert times["step_s"] >= times["compute_s"] > 0
+    if config["model_type"] in ("bert", "t5", "bart"):
+        assert times["flop"] == pytest.approx(6 * parameters * 2 * 64, rel=0.4)

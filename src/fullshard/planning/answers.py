@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
-
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from weakref import WeakKeyDictionary
 
 from fullshard.byte_sizes import size, size_option
 from fullshard.errors import OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
-from fullshard.plan.units import find_units
+from fullshard.plan.units import Unit, find_units
 from fullshard.planning.adapters import Adapters
+from fullshard.planning.machines import Machine
 from fullshard.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
+from fullshard.planning.network import Network
 from fullshard.planning.offloading import Request, placed_need, shortage
 from fullshard.planning.subjects import Subject
-from fullshard.planning.tracing import trace
+from fullshard.planning.timing import Timer
+from fullshard.planning.tracing import Trace, trace
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 SPARE = 0.08  # of the memory: CUDA's context, NCCL's buffers, what the allocator cannot use
 _MOST_RANKS = 2**17
+
+Changed = Callable[[Options], Options]
+
+
+def _as_it_is(options: Options) -> Options:
+    return options
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Question:
     spare: float = SPARE
     adapters: Adapters | None = None  # None: every parameter trains
     offload: Request | None = None
+    machine: Machine | None = None  # with one, how long a step takes
+    rings: bool = False  # flat collectives over nodes are NCCL's rings
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -77,6 +86,12 @@ class Question:
             return False
         return self.offload is None or shortage(one, self.offload) is None
 
+    @property
+    def network(self) -> Network | None:
+        if self.machine is None:
+            return None
+        return replace(self.machine.network(self.ranks, self.node_ranks), rings=self.rings)
+
     def options(self, strategy: str) -> Options:
         return self._shared(strategy)[1]
 
@@ -107,6 +122,7 @@ class Answer:
     loss_bytes: int  # in addition, for logits and loss
     returned_bytes: int  # of that, what the model returns and its caller keeps
     host_bytes: int  # inputs of blocks in host memory
+    step: Step
     advice: tuple[str, ...]
 
     def fits(self, one: Need) -> bool:
@@ -114,21 +130,20 @@ class Answer:
 
     @property
     def best(self) -> Need | None:
-        """Of those that fit, the one that moves for the shortest time, and then the one that sends least."""
+        """Of those that fit, the fastest; without rates the one that moves for the shortest time, and then
+        the one that sends least."""
         fitting = [one for one in self.needs if self.fits(one)]
-        return min(fitting, key=lambda one: (self.moving_s(one), one.sent_bytes, one.peak), default=None)
+        return min(fitting, key=self._rank, default=None)
 
-    def count_flop(self) -> float:
-        """Floating point operations of one rank's step; those of a backward are twice those of the forward.
+    def _rank(self, one: Need) -> tuple[float, ...]:
+        # Steps that take as long to a hundredth differ in nothing that the model knows.
+        step_s = 0.0 if one.times is None else float(f"{one.times.step_s:.2g}")
+        return step_s, self.moving_s(one), one.sent_bytes, one.peak
 
-        Of a frozen base they are as many: only the gradients of its inputs are computed.
-        """
-        model, question = _model(self.subject, self.question)[0], self.question
-        compute = question.options("zero3").precision.compute
-        with in_compute_dtype(model, compute), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.subject.run(model)
-        passes = (3 if question.adapters is None else 2) + (1 if question.recompute else 0)
-        return float(passes * counter.get_total_flops())
+    @property
+    def flop(self) -> float:
+        """Floating point operations of one rank's step."""
+        return sum(work.flop for moment in self.step.trace.moments for work in moment.work)
 
     def moving_s(self, one: Need) -> float:
         """Between homes, per step."""
@@ -138,10 +153,9 @@ class Answer:
 
 
 def answer(subject: Subject, question: Question) -> Answer:
-    model, count = _model(subject, question)
-    step = _step(model, subject, question)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    needs = tuple(_need(step, question, strategy) for strategy in question.strategies)
+    step, count = step_of(subject, question)
+    trainable = sum(m.parameter.numel() for u in step.units for m in u.members if m.parameter.requires_grad)
+    needs = tuple(need_of(step, question, strategy) for strategy in question.strategies)
     plain = Answer(
         subject,
         question,
@@ -152,40 +166,77 @@ def answer(subject: Subject, question: Question) -> Answer:
         max(0, step.activation_peak_bytes - step.saved_bytes),
         step.trace.returned_bytes,
         step.trace.host_bytes,
+        step,
         (),
     )
     return plain if plain.best is not None else replace(plain, advice=tuple(_advice(plain, step)))
 
 
-def _model(subject: Subject, question: Question) -> tuple[nn.Module, int]:
-    """The model on meta, with its adapters, and the number of its parameters without them."""
-    model = subject.build()
-    if question.adapters is None:
-        return model, sum(parameter.numel() for parameter in model.parameters())
-    return model, question.adapters.attach(model, question.options("zero3").precision.compute)
+def need_of(step: Step, question: Question, strategy: str, changed: Changed = _as_it_is) -> Need:
+    """Of one strategy, with its time if the machine is known. `changed`: options that differ besides."""
+    one = _need(step, question, strategy, changed)
+    network = question.network
+    if question.machine is None or network is None:
+        return one
+    timer = timer_of(step, question.machine)
+    options = replace(changed(question.options(strategy)), on_gpu=step.on_gpu)
+    assert one.plan is not None
+    return replace(one, times=timer.times(one.plan, options, question.machine, network))
 
 
-def _need(step: Step, question: Question, strategy: str) -> Need:
+_TIMERS: WeakKeyDictionary[Trace, dict[Machine, Timer]] = WeakKeyDictionary()
+
+
+def timer_of(step: Step, machine: Machine) -> Timer:
+    """Kernels are timed once for a trace and a machine."""
+    known = _TIMERS.setdefault(step.trace, {})
+    if machine not in known:
+        known[machine] = Timer(step, machine.device)
+    timer = known[machine]
+    return timer if timer.step is step else timer.of(step)
+
+
+def _need(step: Step, question: Question, strategy: str, changed: Changed = _as_it_is) -> Need:
     sharing, request = question.sharing(strategy), question.offload
-    needed = partial(need, step, sharing, question.options(strategy))
+    needed = partial(need, step, sharing, changed(question.options(strategy)))
     if request is None:
         return needed()
     budget = request.budget(question.spare, question.host_ranks, step.trace.host_bytes)
     return placed_need(request, budget, question.room_bytes, lambda some: needed(budget=some))
 
 
-def _step(model: nn.Module, subject: Subject, question: Question) -> Step:
-    options = question.options("zero3")
-    units = find_units(model, options)
+def step_of(subject: Subject, question: Question) -> tuple[Step, int]:
+    """One traced step of the model, with its adapters, and how many parameters it has without them."""
+    units, traced, count = _traced(
+        subject, question.precision, question.recompute, question.adapters, question.on_gpu
+    )
+    return Step(units, traced, question.optimizer, question.on_gpu, question.accumulate), count
+
+
+@lru_cache(maxsize=32)
+def _traced(
+    subject: Subject,
+    precision: str,
+    recompute: CheckpointActivations,
+    adapters: Adapters | None,
+    on_gpu: bool,
+) -> tuple[list[Unit], Trace, int]:
+    """What does not depend on ranks, strategy and optimizer: traced once, however often it is asked for."""
+    options = parse(precision=precision, checkpoint_activations=recompute)
+    model = subject.build()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if adapters is not None:
+        adapters.attach(model, options.precision.compute)
+    units = find_units(model, replace(options, on_gpu=on_gpu))
     with in_compute_dtype(model, options.precision.compute):
         try:
-            traced = trace(model, units, subject.run, question.recompute)
+            traced = trace(model, units, subject.run, recompute)
         except Exception as error:  # a forward that reads values, of which there are none
             raise OptionError(
                 f"the forward of {subject.name} does not run without values: {type(error).__name__}: {error}",
                 "Plan with a size that `fullshard plan --list` shows, or measure it with fullshard simulate.",
             ) from error
-    return Step(units, traced, question.optimizer, question.on_gpu, question.accumulate)
+    return units, traced, count
 
 
 def _advice(answer: Answer, step: Step) -> list[str]:
@@ -212,7 +263,7 @@ def _advice(answer: Answer, step: Step) -> list[str]:
     lines.append(_ranks_line("With these options", fewest, question))
     if not question.recompute:
         again = replace(question, recompute=True)
-        other = _step(_model(answer.subject, again)[0], answer.subject, again)
+        other, _ = step_of(answer.subject, again)
         here = _need(other, again, "zero3")
         if again.fits(here):
             lines.append(f"With --checkpoint-activations zero3 fits here: {size(here.peak)} at the peak.")

@@ -25,6 +25,7 @@ from fullshard.plan.homes import KINDS, STATES, Budget, LaneBytes, Resting, byte
 from fullshard.plan.plan import LanePlan, Plan, plan_of
 from fullshard.plan.schedule import Call, across_limit, in_flight_limit
 from fullshard.plan.units import Unit
+from fullshard.planning.times import Times
 from fullshard.planning.tracing import Trace, direct_weights
 from fullshard.planning.transfers import Transfers, transfers_of
 
@@ -61,6 +62,8 @@ class Need:
     slabs: int = 0
     resting: Resting | None = None  # with offload
     transfers: Transfers | None = None
+    plan: Plan | None = None
+    times: Times | None = None  # of a step, where the machine is known
 
     @property
     def rest(self) -> int:
@@ -163,6 +166,7 @@ def _at_rest(step: Step, plan: Plan) -> Need:
         slabs,
         resting,
         transfers,
+        plan,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,16 @@ def _described(batch: Batch, length: int) -> str:
     return f"{batch.sequences} x {length} tokens per rank"
 
 
+@cache
 def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
+    """The same object for the same request: what is traced of it is kept."""
     length = _length(batch, shape.context)
     if not shape.gpt2:
         shape = replace(shape, context=length)  # its table of positions is as long as a sequence
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
         out = model(torch.empty(batch.sequences, length + 1, dtype=torch.long, device=META))
-        return out[0], out
+        return out if isinstance(out, Tensor) else out[0], out  # a fused one returns the loss alone
 
     build = partial(_on_meta, partial(Decoder, shape), shape.context, length)
     tokens = batch.sequences * length
@@ -110,25 +112,102 @@ def decoder(name: str, shape: Shape, batch: Batch) -> Subject:
 
 
 def hugging_face(name: str, config: dict[str, Any], batch: Batch) -> Subject:
+    return _hugging_face(name, json.dumps(config), batch)
+
+
+@cache
+def _hugging_face(name: str, text: str, batch: Batch) -> Subject:
+    config = json.loads(text)
     transformers = need_library("transformers", "hf")
     kind = _config(transformers, config)
-    positions = getattr(kind, "max_position_embeddings", None) or 0
+    family = _family(transformers, kind, config)
+    text_config = getattr(kind, "text_config", None) or kind
+    positions = getattr(text_config, "max_position_embeddings", None) or getattr(kind, "n_positions", 0) or 0
     context = positions if positions > 0 else 4096  # XLNet's -1: no limit
     length = _length(batch, context)
 
     def build() -> nn.Module:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+        model: nn.Module = getattr(transformers, family.builder).from_config(kind, dtype=torch.float32)
         return model
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
-        tokens = torch.empty(batch.sequences, length, dtype=torch.long, device=META)
         with _no_packed_sequences():
-            out = model(input_ids=tokens, labels=tokens)
+            dtype = next(model.parameters()).dtype  # as the engine casts what units get
+            given = family.inputs(kind, batch.sequences, length)
+            out = model(**{n: v.to(dtype) if v.is_floating_point() else v for n, v in given.items()})
         return out.loss, out
 
     traced = f"the model that transformers {transformers.__version__} builds"
-    built, tokens = partial(_on_meta, build, context, length), batch.sequences * length
-    return Subject(name, built, run, _described(batch, length), traced, tokens)
+    built = partial(_on_meta, build, context, length)
+    if not family.reads_tokens:
+        about = f"{batch.sequences} {family.item} per rank"
+        return Subject(name, partial(_on_meta, build, length, length), run, about, traced)
+    return Subject(name, built, run, _described(batch, length), traced, batch.sequences * length)
+
+
+def _tokens(count: int, length: int) -> Tensor:
+    return torch.empty(count, length, dtype=torch.long, device=META)
+
+
+def _text(_kind: Any, count: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": _tokens(count, length), "labels": _tokens(count, length)}
+
+
+def _translations(_kind: Any, count: int, length: int) -> dict[str, Tensor]:
+    return {name: _tokens(count, length) for name in ("input_ids", "decoder_input_ids", "labels")}
+
+
+def _images(kind: Any, count: int, _length: int) -> dict[str, Tensor]:
+    side = getattr(kind, "image_size", None) or 224
+    height, width = side if isinstance(side, tuple | list) else (side, side)
+    pixels = torch.empty(count, getattr(kind, "num_channels", 3), height, width, device=META)
+    return {"pixel_values": pixels, "labels": torch.empty(count, dtype=torch.long, device=META)}
+
+
+def _sounds(kind: Any, count: int, length: int) -> dict[str, Tensor]:
+    frames = torch.empty(count, kind.num_mel_bins, 2 * kind.max_source_positions, device=META)
+    words = _tokens(count, min(length, kind.max_target_positions))
+    return {"input_features": frames, "decoder_input_ids": words, "labels": words}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A kind of models that transformers builds, and what it is trained on."""
+
+    mapping: str
+    builder: str
+    inputs: Callable[[Any, int, int], dict[str, Tensor]]
+    word: str = ""  # in the name of an architecture that is of this kind
+    item: str = "sequences"
+    reads_tokens: bool = True
+
+
+_SPEECH = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"
+_IMAGES = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"
+_FAMILIES = (
+    _Family("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM", _text, "ForMaskedLM"),
+    _Family(*_SPEECH, _sounds, item="recordings", reads_tokens=False),
+    _Family("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM", _translations),
+    _Family("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM", _text),
+    _Family("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "AutoModelForImageTextToText", _text),
+    _Family("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM", _text),
+    _Family(*_IMAGES, _images, item="images", reads_tokens=False),
+)
+
+
+def _family(transformers: Any, kind: Any, config: dict[str, Any]) -> _Family:
+    architectures = config.get("architectures") or [""]
+    for family in _FAMILIES:
+        known = getattr(transformers, family.mapping, {})
+        named = any(family.word in str(name) for name in architectures)
+        if type(kind) in known and named:
+            if family.mapping.startswith("MODEL_FOR_SEQ_TO_SEQ") and not kind.is_encoder_decoder:
+                continue
+            return family
+    raise OptionError(
+        f"{config['model_type']!r} is no model of text, images or speech that transformers can train",
+        "Give FILE.py:FUNCTION, a function that returns (model, batch).",
+    )
 
 
 def _config(transformers: Any, config: dict[str, Any]) -> Any:
@@ -146,8 +225,6 @@ def _config(transformers: Any, config: dict[str, Any]) -> Any:
         kind = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # each of transformers' checks has its own class
         raise OptionError(f"the config is refused: {_in_one_line(error)}", "Check the config.") from error
-    if type(kind) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise OptionError(f"{model_type!r} is no causal language model that transformers can build", builder)
     kind.use_cache = False
     return kind
 
@@ -158,19 +235,23 @@ def _in_one_line(error: Exception) -> str:
 
 @contextmanager
 def _no_packed_sequences() -> Iterator[None]:
-    """Without a mask transformers searches the positions for packed sequences, and these have no values.
+    """transformers searches positions for packed sequences and masks for hidden tokens: these have no values.
 
     A mask of our own would be worse: with one, keys and values are copied for every head that shares them.
     """
     masks = sys.modules.get("transformers.masking_utils")
-    look = getattr(masks, "find_packed_sequence_indices", None)
-    if look is not None:
-        vars(masks)["find_packed_sequence_indices"] = lambda *_: None
+    answers = {
+        "find_packed_sequence_indices": lambda *_: None,
+        "fast_all": lambda *_: True,
+    }  # nothing is hidden
+    before = {name: getattr(masks, name) for name in answers if hasattr(masks, name)}
+    if masks is not None:
+        vars(masks).update({name: answers[name] for name in before})
     try:
         yield
     finally:
-        if look is not None:
-            vars(masks)["find_packed_sequence_indices"] = look
+        if masks is not None:
+            vars(masks).update(before)
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from fullshard.engine.direct import MIN_BYTES
 from fullshard.option_table import CheckpointActivations
 from fullshard.plan.schedule import Call, Phase
 from fullshard.plan.units import Unit
+from fullshard.planning.work import Work, attention, backward_of_attention, moved, product, work_of
 
 Run = Callable[[nn.Module], tuple[Tensor, Any]]  # a model's forward: its loss, and all that it returned
 
@@ -54,6 +56,7 @@ class Moment:
     call: Call
     peak_bytes: int
     end_bytes: int
+    work: tuple[Work, ...] = ()  # what the device computes meanwhile
 
 
 class _Operators:
@@ -123,6 +126,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.live = self._peak = 0
         self._now = Call("forward", 0)
         self._ending: Callable[[], None] | None = None
+        self._work: list[Work] = []
+        self._unwritten: list[Tensor] = []  # stand for values that the engine has elsewhere: no copy is made
         for buffer in buffers:
             self._count(buffer.untyped_storage())
 
@@ -131,7 +136,23 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         for value in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(value, Tensor):
                 self._count(value.untyped_storage())
+        if not self._copies_nothing(func, args):
+            self._work += work_of(func, args, kwargs, out)
         return out
+
+    def add(self, work: Work) -> None:
+        """Of a kernel that is no operator here."""
+        self._work.append(work)
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """A tensor of one element in place of a large one that the engine has already."""
+        self._unwritten.append(tensor)
+        return tensor
+
+    def _copies_nothing(self, func: Any, args: Any) -> bool:
+        if not self._unwritten or func is not torch.ops.aten.copy_.default:
+            return False
+        return any(args[1].untyped_storage()._cdata == t.untyped_storage()._cdata for t in self._unwritten)
 
     def _count(self, storage: Any) -> None:
         key = storage._cdata
@@ -148,7 +169,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def mark(self, phase: Phase, unit: int, ending: Callable[[], None] | None = None) -> None:
         """A call of `unit` begins; `ending` frees its gradients when the next call begins."""
-        self.moments.append(Moment(self._now, self._peak, self.live))
+        self.moments.append(Moment(self._now, self._peak, self.live, tuple(self._work)))
+        self._work.clear()
+        self._unwritten.clear()
         if self._ending is not None:
             self._ending()
         self._ending = ending
@@ -157,81 +180,120 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, meter: Meter) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.meter, ctx.work = meter, attention(query, key, value, causal)
+        meter.add(ctx.work)
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+        ctx.meter.add(backward_of_attention(ctx.work))
+        return *(torch.empty_like(saved) for saved in ctx.saved_tensors[:3]), None, None
 
 
 class _Grouped(torch.autograd.Function):
     """Rows of each expert times its matrix. On meta, torch's own operator supports only bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.meter, ctx.work = meter, product(len(x), weight.shape[-1], x.shape[-1], x.element_size())
+        meter.add(ctx.work)
         return x.new_empty(len(x), weight.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(saved) if needed else None for saved, needed in pairs)
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+        for _ in filter(None, ctx.needs_input_grad[:2]):
+            ctx.meter.add(ctx.work)
+        return *(torch.empty_like(saved) if needed else None for saved, needed in pairs), None
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm as the one kernel that torch has for it on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: int, meter: Meter) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=torch.float32))
+        out = torch.empty_like(x)
+        ctx.meter = meter
+        meter.add(moved(x, out))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        ctx.meter.add(moved(gradient, x, x, x))  # of the input, then of the weight
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None, None
 
 
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, meter: Meter) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.meter = meter
         ctx.has_bias = bias is not None
         out = x @ weight.t()
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         to_x = gradient @ weight if ctx.needs_input_grad[0] else None
         to_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return to_x, weight.new_empty(()).expand(weight.shape), to_bias
+        ctx.meter.add(product(len(weight), weight.shape[1], x[..., 0].numel(), x.element_size()))
+        return to_x, ctx.meter.stand_in(weight.new_empty(())).expand(weight.shape), to_bias, None
 
 
 @contextmanager
-def _kernels(direct: set[int]) -> Iterator[None]:
-    """Attention, dropout, experts and large Linears with the memory that they need on a device.
+def _kernels(direct: set[int], meter: Meter) -> Iterator[None]:
+    """Attention, norms, dropout, experts and large Linears with the memory that they need on a device.
 
     They are replaced where modules look them up: a TorchFunctionMode is not active when checkpointing
     recomputes in backward.
     """
     attention, linear, dropout = F.scaled_dot_product_attention, F.linear, F.dropout
-    grouped = F.grouped_mm
+    grouped, rms_norm = F.grouped_mm, F.rms_norm
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
         if query.shape[-3] != key.shape[-3] and not more.get("enable_gqa"):
             # Heads that share a key by broadcasting: no fused kernel supports that, and the scores are saved.
             return attention(query, key, value, *rest, **more)
-        return _Flash.apply(query, key, value)  # type: ignore[no-untyped-call, unused-ignore]
+        causal = bool(more.get("is_causal", rest[2] if len(rest) > 2 else False))
+        return _Flash.apply(query, key, value, causal, meter)  # type: ignore[no-untyped-call, unused-ignore]
 
     def into_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return (_Direct.apply if id(weight) in direct else linear)(x, weight, bias)
+        if id(weight) in direct:
+            return _Direct.apply(x, weight, bias, meter)  # type: ignore[no-untyped-call, unused-ignore]
+        return linear(x, weight, bias)
+
+    def normed(
+        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Any:
+        rows = x.numel() // max(1, prod(shape))
+        if weight is not None and weight.dtype != x.dtype:  # no kernel of its own
+            return rms_norm(x, list(shape), weight, eps)
+        return _Norm.apply(x, weight, rows, meter)  # type: ignore[no-untyped-call, unused-ignore]
 
     def masked(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
     def by_expert(x: Tensor, weight: Tensor, **more: Any) -> Any:
         own = x.dim() != 2 or weight.dim() != 3 or weight.dtype is torch.bfloat16
-        return grouped(x, weight, **more) if own else _Grouped.apply(x, weight)  # type: ignore[no-untyped-call, unused-ignore]
+        return grouped(x, weight, **more) if own else _Grouped.apply(x, weight, meter)  # type: ignore[no-untyped-call, unused-ignore]
 
     F.grouped_mm = by_expert  # type: ignore[assignment, unused-ignore]
     F.dropout = masked  # type: ignore[assignment, unused-ignore]
     F.scaled_dot_product_attention = fused  # type: ignore[assignment, unused-ignore]
     F.linear = into_place  # type: ignore[assignment, unused-ignore]
+    F.rms_norm = normed  # type: ignore[assignment, unused-ignore]
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.linear, F.dropout = attention, linear, dropout
-        F.grouped_mm = grouped
+        F.grouped_mm, F.rms_norm = grouped, rms_norm
 
 
 def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
@@ -249,7 +311,7 @@ def direct_weights(units: Sequence[Unit]) -> list[set[int]]:
     return by_unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Forward and backward, as moments."""
 
@@ -315,7 +377,7 @@ def trace(model: nn.Module, units: Sequence[Unit], run: Run, recompute: Checkpoi
                 module.__dict__["forward"] = _Recomputed(module.forward, keeper)
             module.register_forward_pre_hook(watch.enter)
             module.register_forward_hook(watch.leave)
-    with _kernels(direct), meter:
+    with _kernels(direct, meter), meter:
         loss, returned = run(model)
         meter.mark("backward", 0)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]

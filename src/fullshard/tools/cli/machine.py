@@ -11,7 +11,14 @@ import typer
 
 from fullshard.environment import cores, launch
 from fullshard.extras import TRIED
-from fullshard.link_speeds import ClusterSpeeds, LinkSpeed, recall_speeds, remember_speeds
+from fullshard.link_speeds import (
+    ClusterSpeeds,
+    LinkSpeed,
+    recall_rates,
+    recall_speeds,
+    remember_rates,
+    remember_speeds,
+)
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import AsJson
@@ -28,17 +35,27 @@ def _machine(
             help="Measure the links between the ranks that a launcher started, and remember them.",
         ),
     ] = False,
+    rates: Annotated[
+        bool,
+        typer.Option(
+            "--rates",
+            help="Measure how fast this device computes, in seconds, and remember it for plans.",
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> int:
     speeds = _probed() if probe else recall_speeds()
     if probe and launch().rank != 0:
         return 0
+    measured = _measured() if rates else recall_rates()
     facts = _facts()
     if json:
-        as_json_text(facts | {"links": None if speeds is None else asdict(speeds)})
+        links = {"links": None if speeds is None else asdict(speeds)}
+        as_json_text(facts | links | {"rates": measured})
         return 0
     rows = [(name, str(value)) for name, value in facts.items() if name != "libraries"]
     rows += _links(speeds)
+    rows += _rates(measured)
     rows += [(name, _library(state)) for name, state in facts["libraries"].items()]
     table(("what", "here"), rows, left=(0, 1))
     return 0
@@ -52,6 +69,32 @@ def _probed() -> ClusterSpeeds:
     if launch().rank == 0 and (speeds.inside or speeds.across):
         remember_speeds(speeds)
     return speeds
+
+
+def _measured() -> dict[str, Any]:
+    """Rates of this process's device, remembered."""
+    import torch
+
+    from fullshard.planning.machines import as_values
+    from fullshard.planning.rates import measured
+
+    values = as_values(measured(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    remember_rates(values)
+    return values
+
+
+def _rates(values: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if values is None:
+        return [("rates", "not measured: run fullshard env --rates")]
+    device = values["device"]
+    best = max(flop_s for *_, flop_s in device["products"])
+    memory, step = device["memory_bytes_s"] / 1e9, device["optimizer_bytes_s"] / 1e9
+    return [
+        ("matrix products, 16 bits", f"up to {best / 1e12:.3g} TFLOP/s"),
+        ("attention, forward", f"{device['attention_flop_s'] / 1e12:.3g} TFLOP/s"),
+        ("memory", f"{memory:.3g} GB/s, in an optimizer's step {step:.3g}"),
+        ("link to host memory", f"{values['host']['link_one_way'] / 1e9:.3g} GB/s"),
+    ]
 
 
 def _links(speeds: ClusterSpeeds | None) -> list[tuple[str, str]]:
@@ -119,11 +162,14 @@ Versions of fullshard, Python, torch and the libraries that integrations are tes
 backends and devices. The output contains no path and no host name. With --probe the ranks
 that a launcher started measure bandwidth and latency inside a node and across nodes, in
 seconds; the result is remembered for this cluster (FULLSHARD_CLUSTER, or the host's name
-without its numbers) in the user's cache folder.""",
+without its numbers) in the user's cache folder. With --rates this process measures its
+device: matrix products by shape, attention, memory, the optimizer's step and the link to
+host memory. Plans, and fs.shard(model, plan="auto"), read both.""",
     """\
 examples:
   fullshard env
   fullshard env --json
+  fullshard env --rates
   torchrun --nproc-per-node 8 -m fullshard env --probe
   fullshard launch --nnodes 2 --node-rank 0 --master-addr HOST -m fullshard env --probe
 

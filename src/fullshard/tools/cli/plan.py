@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ from fullshard.option_table import STRATEGIES
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import (
+    CHOICE,
+    CLUSTER,
     OFFLOAD,
     TRAINING,
     AsJson,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from fullshard.planning.adapters import Adapters
     from fullshard.planning.answers import Answer
+    from fullshard.planning.machines import Machine
     from fullshard.planning.needs import Need
     from fullshard.planning.offloading import Request
     from fullshard.planning.subjects import Subject
@@ -48,7 +52,86 @@ def _plan(
     ] = None,
     sizes: Listing = False,
     ranks: Ranks = 8,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of one device.")] = "80GiB",
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Memory of one device (that of --gpu, or 80GiB)."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="A card by its public figures: h100, h200, a100-80, l40s, rtx4090, mi300x, ... With it, or "
+            "after fullshard env --rates, times are printed.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            "--link",
+            metavar="RATE",
+            help="Of each rank to other nodes, one way: 50GB/s. Without --node-ranks, between all ranks.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option("--inside", metavar="RATE", help="The same inside a node.", rich_help_panel=CLUSTER),
+    ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose",
+            help="Choose the fastest settings that fit, and show why others are not.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = False,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write the choice to a file, for fs.shard(model, plan=FILE).",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="int8|int8-across",
+            help="8 bits on the wire, everywhere or between nodes, which changes numbers; may be repeated.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            metavar="N",
+            help="Sequences of all ranks per step: micro-batches are chosen.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    smallest_ranks: Annotated[
+        bool,
+        typer.Option(
+            "--smallest-ranks",
+            help="The smallest number of devices on which the model trains.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = False,
+    largest_batch: Annotated[
+        bool,
+        typer.Option("--largest-batch", help="The most sequences per rank that fit.", rich_help_panel=CHOICE),
+    ] = False,
+    train_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--train-tokens", metavar="N", help="How long these take: 300B, 2T.", rich_help_panel=CHOICE
+        ),
+    ] = None,
     spare: Annotated[
         float,
         typer.Option(
@@ -175,10 +258,13 @@ def _plan(
         raise OptionError("no model was given", "Pass one; fullshard plan --list shows the sizes.")
     from fullshard.planning.answers import Question, answer
 
-    remedy = "Write it as 24GiB or 80GB."
+    tokens = _count(train_tokens)
+    timed = (gpu, link, inside, train_tokens, global_batch, save, allow)
+    wanted = choose or smallest_ranks or any(value is not None for value in timed)
+    machine = _machine(gpu, link, inside, node_ranks, wanted)
     question = Question(
         ranks=ranks,
-        memory_bytes=parse_size(memory, "--memory", remedy),
+        memory_bytes=_memory(memory, gpu, machine),
         strategies=_strategies(strategy, node_ranks),
         precision=precision,
         optimizer=optimizer,
@@ -187,14 +273,82 @@ def _plan(
         accumulate=accumulate,
         spare=spare / 100,
         adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
-        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops),
+        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops, machine),
+        machine=machine,
     )
+    if choose or smallest_ranks or largest_batch or save or global_batch is not None:
+        from fullshard.tools.cli import plan_choice
+
+        request = plan_choice.Request(
+            question,
+            partial(_subject, model),
+            batch,
+            sequence,
+            None if strategy is None else tuple(strategy),
+            tuple(allow or ()),
+            global_batch,
+            tokens,
+        )
+        if largest_batch:
+            return plan_choice.largest_batch(request, json)
+        if smallest_ranks:
+            return plan_choice.smallest_ranks(request, json)
+        return plan_choice.choose(request, save, json)
     result = answer(_subject(model, batch, sequence), question)
     if json:
-        as_json_text(_as_json(result))
+        as_json_text(_as_json(result, tokens))
     else:
         _print(result)
+        _print_times(result, tokens)
     return 0 if result.best is not None else 1
+
+
+def _memory(given: str | None, gpu: str | None, machine: Machine | None) -> int:
+    if given is not None:
+        return parse_size(given, "--memory", "Write it as 24GiB or 80GB.")
+    if gpu is not None and machine is not None:
+        return machine.device.memory_bytes
+    return 80 * 2**30
+
+
+def _machine(
+    gpu: str | None, link: str | None, inside: str | None, node_ranks: int | None, wanted: bool
+) -> Machine | None:
+    """The machine to time steps on: a card, this one if it was measured, or a common one if one is needed."""
+    from dataclasses import replace
+
+    from fullshard.planning.machines import described
+    from fullshard.planning.network import INSIDE_HOP_S, Link, bandwidth
+    from fullshard.planning.rates import remembered_gpu
+
+    machine = described(gpu) if gpu is not None else remembered_gpu()
+    if machine is None and not wanted:
+        return None
+    machine = machine or described("h100")
+    if link is not None:
+        across = Link(bandwidth(link))
+        flat = node_ranks is None
+        machine = replace(machine, inside=across) if flat else replace(machine, across=across)
+    if inside is not None:
+        if node_ranks is None:
+            raise OptionError("--inside is the link inside a node", "Give --node-ranks, or --link alone.")
+        machine = replace(machine, inside=Link(bandwidth(inside), INSIDE_HOP_S))
+    return machine
+
+
+def _count(text: str | None) -> float | None:
+    """'2T' tokens as a number."""
+    if text is None:
+        return None
+    scales = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+    scale = scales.get(text[-1:].upper(), 1.0)
+    try:
+        value = float(text[:-1] if scale != 1.0 else text) * scale
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise OptionError(f"--train-tokens is {text!r}", "Write it as 300B or 2T.")
+    return value
 
 
 def _adapters(rank: int | None, targets: str | None, base_dtype: str, given: bool) -> Adapters | None:
@@ -214,6 +368,7 @@ def _offload(
     disk: str | None,
     links: tuple[str | None, str | None],
     flops: str | None,
+    machine: Machine | None,
 ) -> Request | None:
     from fullshard.planning.network import bandwidth, flop_rate
     from fullshard.planning.offloading import Request
@@ -224,7 +379,7 @@ def _offload(
         for option in (name for name, value in given.items() if value is not None):
             raise OptionError(f"{option} is for --offload", "Give --offload host, or --host-memory.")
         return None
-    rates = Rates()
+    rates = Rates() if machine is None else machine.host
     if links[0] is not None:
         rates = rates.with_link(bandwidth(links[0]))
     if links[1] is not None:
@@ -361,6 +516,11 @@ def _print(result: Answer) -> None:
             f"\n{best.strategy} fits, and of those that fit moves and sends least: {_gib(best.peak)} of "
             f"{_gib(question.memory_bytes)} GiB at the peak ({best.moment})."
         )
+    elif best is not None and best.times is not None:
+        print(
+            f"\n{best.strategy} fits, and is the fastest of those that fit: {_gib(best.peak)} of "
+            f"{_gib(question.memory_bytes)} GiB at the peak ({best.moment})."
+        )
     elif best is not None:
         print(
             f"\n{best.strategy} fits, and sends least of those that fit: {_gib(best.peak)} of "
@@ -427,7 +587,7 @@ def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None
     ]
     table(("", "to the device", "from it", "from disk", "to disk", "seconds"), rows)
     flops = request.flops or ASSUMED_FLOPS
-    compute_s, rate = result.count_flop() / flops, f"{flops / 1e12:g} TFLOP/s per rank"
+    compute_s, rate = result.flop / flops, f"{flops / 1e12:g} TFLOP/s per rank"
     if request.flops is not None:
         least_s = max(compute_s, pass_s) + step_s
         print(f"\nComputing takes {compute_s:.3f} s at {rate}: a step takes at least {least_s:.3f} s.")
@@ -439,6 +599,40 @@ def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None
         )
 
 
+def _print_times(result: Answer, train_tokens: float | None) -> None:
+    """How long a step takes with each strategy; with the best one also the run and its checkpoints."""
+    from fullshard.planning.runs import run_of
+    from fullshard.planning.settings import seconds
+
+    machine, network = result.question.machine, result.question.network
+    if machine is None:
+        return
+    print(f"\nTime per step ({machine.source}; {network}):\n")
+    rows = []
+    for one in result.needs:
+        times = one.times
+        assert times is not None
+        run = run_of(result, one, train_tokens)
+        shown = (times.step_s, times.compute_s, times.inside_s, times.across_s, times.exposed_s)
+        tokens = "" if run.tokens_s is None else f"{run.tokens_s:,.0f}"
+        rows.append((one.strategy, *map(seconds, shown), tokens, f"{run.tflop_s:.0f}", times.bound))
+    head = (
+        "strategy",
+        "step",
+        "computing",
+        "inside",
+        "between nodes",
+        "exposed",
+        "tokens/s",
+        "TFLOP/s",
+        "bound by",
+    )
+    table(head, rows, left=(0, len(head) - 1))
+    best = result.best
+    if best is not None:
+        print("\n" + "\n".join(run_of(result, best, train_tokens).lines))
+
+
 def _returned(result: Answer) -> str:
     if result.returned_bytes < 2**20:  # a loss alone
         return ""
@@ -448,7 +642,7 @@ def _returned(result: Answer) -> str:
     )
 
 
-def _as_json(result: Answer) -> dict[str, Any]:
+def _as_json(result: Answer, train_tokens: float | None) -> dict[str, Any]:
     question, request = result.question, result.question.offload
     flops = None if request is None else request.flops
     return {
@@ -490,8 +684,20 @@ def _as_json(result: Answer) -> dict[str, Any]:
         },
         "best": None if result.best is None else result.best.strategy,
         "advice": list(result.advice),
-        **({} if flops is None else {"compute_s": result.count_flop() / flops}),
+        **({} if flops is None else {"compute_s": result.flop / flops}),
+        **_times_json(result, train_tokens),
     }
+
+
+def _times_json(result: Answer, train_tokens: float | None) -> dict[str, Any]:
+    from fullshard.planning.runs import run_of
+
+    if result.question.machine is None:
+        return {}
+    times = {one.strategy: asdict(one.times) for one in result.needs if one.times is not None}
+    best = result.best
+    run = None if best is None else run_of(result, best, train_tokens).as_values()
+    return {"machine": result.question.machine.source, "times": times, "run": run}
 
 
 def _homes_json(result: Answer, one: Need) -> dict[str, Any]:
@@ -516,7 +722,7 @@ def _homes_json(result: Answer, one: Need) -> dict[str, Any]:
 PLAN = Command(
     "plan",
     _plan,
-    "predict the memory that training needs per rank, and which strategies fit",
+    "predict memory and time of training, and choose the fastest settings that fit",
     """\
 Nothing is downloaded and nothing is computed: the model is built on the meta device, and
 one step of it is traced tensor by tensor. For each strategy it prints what a rank holds
@@ -527,7 +733,10 @@ one step of it is traced tensor by tensor. For each strategy it prints what a ra
 A config.json is built by transformers (the extra `hf`); a named size is a
 decoder that computes as transformers does. What the model returns (its logits) counts
 until the step is over. Attention counts as fused kernels compute it, if the model uses
-them. Other models on the same device and what your own code keeps are not included.""",
+them. Other models on the same device and what your own code keeps are not included.
+
+Times come from the schedule that the engine runs, with the rates of a card (--gpu) or
+those that fullshard env --rates measured here.""",
     """\
 examples:
   fullshard plan --list
@@ -537,6 +746,10 @@ examples:
       --host-memory 512GiB --disk 2TiB                     some of it on the host and on disk
   fullshard plan llama-3-70b --ranks 2 --memory 48GiB --lora 16 --base-dtype nf4
   fullshard plan path/to/config.json --memory 24GiB --checkpoint-activations
+  fullshard plan llama-3-70b --ranks 512 --node-ranks 8 --gpu h100 --link 50GB/s --choose \\
+      --train-tokens 2T                                    settings, time, and days
+  fullshard plan llama-3-8b --gpu rtx4090 --smallest-ranks
+  fullshard plan llama-3-8b --gpu h100 --largest-batch
   fullshard plan my_model.py:make --ranks 2 --json | jq .strategies.zero3.peak_bytes
 
 Exit code 0: a strategy fits; 1: none does, and what would is printed; 2: invalid

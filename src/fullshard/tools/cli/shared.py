@@ -9,7 +9,7 @@ import typer
 
 from fullshard.tools.cli.values import one_of, switch
 
-CLUSTER, TRAINING, OFFLOAD = "The cluster", "The training", "Offload"  # headings of the help
+CLUSTER, TRAINING, OFFLOAD, CHOICE = "The cluster", "The training", "Offload", "What to answer"  # in the help
 
 Ranks = Annotated[
     int,

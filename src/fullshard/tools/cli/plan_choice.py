@@ -1,0 +1,292 @@
+"""`fullshard plan` where it chooses: settings, the fewest ranks, the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any
+
+from fullshard.byte_sizes import size
+from fullshard.errors import OptionError
+from fullshard.planning.answers import Answer, Question, answer, need_of, step_of
+from fullshard.planning.choosing import WIRES, Scope, Traced
+from fullshard.planning.choosing import choose as chosen
+from fullshard.planning.needs import Need
+from fullshard.planning.runs import run_of
+from fullshard.planning.settings import Choice
+from fullshard.planning.subjects import Subject
+from fullshard.tools.cli.printing import as_json_text, table
+
+_MOST_RANKS, _MOST_BATCH = 2**17, 2**16
+_TRIED_BATCHES = 6
+_SHOWN = 24  # rejected settings
+
+
+@dataclass(frozen=True)
+class Request:
+    question: Question
+    subject: Callable[[int | None, int | None], Subject]  # by batch and sequence
+    batch: int | None
+    sequence: int | None
+    strategies: tuple[str, ...] | None
+    allowed: tuple[str, ...]
+    global_batch: int | None
+    train_tokens: float | None
+
+    def __post_init__(self) -> None:
+        for wire in self.allowed:
+            if wire not in WIRES:
+                raise OptionError(f"--allow is {wire!r}", f"Choose one of {', '.join(WIRES)}.")
+        if self.question.adapters is not None:
+            raise OptionError("--lora and a choice of settings", "Leave out one of them.")
+        if self.global_batch is not None and self.batch is not None:
+            raise OptionError("--batch and --global-batch", "Give one of them.")
+        ranks = self.question.ranks
+        if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
+            raise OptionError(
+                f"--global-batch is {self.global_batch}, and there are {ranks} ranks",
+                "Give a multiple of the ranks.",
+            )
+
+    def at(self, batch: int | None) -> Subject:
+        return self.subject(batch, self.sequence)
+
+    @property
+    def recomputes(self) -> tuple[Any, ...]:
+        given = self.question.recompute
+        return (given,) if given else (False, True, "offload")
+
+    @property
+    def scope(self) -> Scope:
+        question = self.question
+        assert question.machine is not None
+        machine, host = question.machine, None
+        offloads: tuple[str | None, ...] = (None,)  # no host memory was given
+        if question.offload is not None:
+            machine = replace(machine, host=question.offload.rates)
+            host = question.offload.host_bytes
+            how = question.offload.how
+            offloads = (None, "optimizer", "auto") if how == "auto" else (how,)
+        return Scope(
+            self.at(self.batch).name,
+            question.ranks,
+            question.node_ranks,
+            machine,
+            question.memory_bytes,
+            host,
+            question.precision,
+            question.optimizer,
+            question.spare,
+            question.on_gpu,
+            self.strategies or (),
+            self.recomputes if question.offload is not None else self.recomputes[:2],
+            offloads,
+            ("exact", *self.allowed),
+        )
+
+    def traces(self) -> Iterator[Traced]:
+        """The batch as given, or micro-batches of growing size."""
+        ranks = self.question.ranks
+        if self.global_batch is not None:
+            each = self.global_batch // ranks
+            sizes = [n for n in range(1, each + 1) if each % n == 0]
+            for count in sizes[:_TRIED_BATCHES]:
+                yield self._traced(count, each // count)
+        elif self.batch is not None or self.at(None).tokens is None:
+            yield self._traced(self.batch, 1)
+        else:
+            for power in range(_TRIED_BATCHES):
+                yield self._traced(2**power, 1)
+
+    def _traced(self, batch: int | None, accumulate: int) -> Traced:
+        subject = self.at(batch)
+        steps = {
+            again: step_of(subject, replace(self.question, recompute=again))[0]
+            for again in self.scope.recomputes
+        }
+        tokens = None if subject.tokens is None else subject.tokens * accumulate
+        return Traced(steps, batch, tokens, accumulate)
+
+    @property
+    def grows(self) -> bool:
+        return self.batch is None and self.at(None).tokens is not None
+
+
+def choose(request: Request, save: str | None, json: bool) -> int:
+    choice = chosen(request.scope, request.traces(), until_worse=request.grows)
+    if save is not None:
+        choice.save(save)
+    if json:
+        as_json_text(choice.to_dict() | {"run": _run(request, choice)[1].as_values()})
+        return 0
+    print(choice.line)
+    rows = choice.table()[1:]
+    table(("rejected", "peak", "step", "because"), rows[:_SHOWN], left=(0, 3))
+    if len(rows) > _SHOWN:
+        print(f"and {len(rows) - _SHOWN} more, which --json lists.")
+    result, run = _run(request, choice)
+    print(f"\n{choice.machine}; {result.question.network}.")
+    print("\n".join(run.lines))
+    print(f"\nIn a script: fs.shard(model, {_arguments(choice)})")
+    if save is not None:
+        print(f"Written to {save}: fs.shard(model, plan={save!r})")
+    return 0
+
+
+def _arguments(choice: Choice) -> str:
+    from fullshard.precision import Precision
+
+    given = choice.settings.arguments(Precision())
+    shown = {name: value for name, value in given.items() if value not in (None, False)}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _run(request: Request, choice: Choice) -> tuple[Answer, Any]:
+    settings = choice.settings
+    question = replace(
+        request.question,
+        strategies=(settings.strategy,),
+        recompute=settings.checkpoint_activations,
+        offload=None,
+    )
+    subject = request.at(settings.micro_batch)
+    found = answer(subject, question)
+    if subject.tokens is not None:
+        found = replace(found, subject=replace(subject, tokens=subject.tokens * settings.accumulate))
+    run = run_of(found, found.needs[0], request.train_tokens, choice.step_s)
+    return found, replace(run, flop=run.flop * settings.accumulate)
+
+
+# ---- backwards
+
+
+def largest_batch(request: Request, json: bool) -> int:
+    """The most sequences per rank that fit, with each strategy."""
+    if request.at(None).tokens is None and request.at(None).batch == "its own batch per rank":
+        raise OptionError(
+            "--largest-batch for a function that returns its own batch", "Give a size or a config.json."
+        )
+    found = {name: _largest(request, name) for name in request.question.strategies}
+    length = request.at(1).tokens
+    if json:
+        values = {
+            name: None
+            if one is None
+            else {"batch": one[0], "peak_bytes": one[1].peak, "step_s": _step_s(one[1])}
+            for name, one in found.items()
+        }
+        as_json_text({"model": request.at(1).name, "tokens_per_sequence": length, "strategies": values})
+        return 0 if any(found.values()) else 1
+    rows = []
+    for name, one in found.items():
+        if one is None:
+            rows.append((name, "none", "", "", ""))
+            continue
+        batch, need = one
+        step_s = _step_s(need)
+        rate = f"{batch * length * request.question.ranks / step_s:,.0f}" if step_s and length else ""
+        rows.append(
+            (name, f"{batch}", "" if length is None else f"{batch * length:,}", size(need.peak), rate)
+        )
+    room = f"{request.question.ranks} ranks of {size(request.question.memory_bytes)}"
+    print(f"{request.at(1).name}: sequences per rank and micro-batch that fit on {room}:\n")
+    table(("strategy", "sequences", "tokens", "peak", "tokens/s"), rows, left=(0,))
+    if not any(found.values()):
+        print("\nNot one sequence fits: use more ranks, --checkpoint-activations or --host-memory.")
+        return 1
+    return 0
+
+
+def _step_s(one: Need) -> float | None:
+    return None if one.times is None else one.times.step_s
+
+
+def _largest(request: Request, strategy: str) -> tuple[int, Need] | None:
+    question = request.question
+
+    def at(batch: int) -> Need:
+        return need_of(step_of(request.at(batch), question)[0], question, strategy)
+
+    low, high = 0, _MOST_BATCH + 1
+    best: Need | None = None
+    peaks: dict[int, int] = {}
+    trial = 1
+    while high - low > 1:
+        one = at(trial)
+        peaks[trial] = one.peak
+        if question.fits(one):
+            low, best = trial, one
+        else:
+            high = trial
+        trial = _next_trial(peaks, low, high, question.room_bytes)
+    return None if best is None else (low, best)
+
+
+def _next_trial(peaks: dict[int, int], low: int, high: int, room: int) -> int:
+    """Memory grows with the batch, nearly along a line: where it would be full, kept between the bounds."""
+    known = sorted(peaks)
+    if len(known) == 1:
+        return min(high - 1, 2 * known[0]) if low else 0
+    first, last = known[0], known[-1]
+    slope = (peaks[last] - peaks[first]) / (last - first)
+    estimate = first + floor((room - peaks[first]) / slope) if slope > 0 else 2 * last
+    if high <= estimate or estimate <= low:
+        estimate = (low + high) // 2 if high <= _MOST_BATCH else 2 * max(1, low)
+    if estimate == low and high - low > 1:
+        estimate = low + 1
+    # Near the line's end, look at the neighbour: it closes the interval.
+    return max(low + 1, min(high - 1, estimate))
+
+
+def smallest_ranks(request: Request, json: bool) -> int:
+    """The fewest devices, and what to choose there."""
+    count = _fewest(request)
+    if count is None:
+        raise OptionError(
+            f"{request.at(request.batch).name} trains on no number of ranks of "
+            f"{size(request.question.memory_bytes)}: what is not sharded does not fit in one",
+            "Use fewer tokens per rank, --host-memory, or larger devices.",
+        )
+    inner = request.question.node_ranks
+    at = replace(request.question, ranks=count, node_ranks=None if inner is None or inner >= count else inner)
+    there = replace(request, question=at, batch=request.batch or (1 if request.at(None).tokens else None))
+    choice = chosen(there.scope, there.traces())
+    if json:
+        as_json_text({"smallest_ranks": count, "choice": choice.to_dict()})
+        return 0
+    devices = f"{count} devices" if count > 1 else "1 device"
+    print(
+        f"{request.at(request.batch).name} trains on {devices} of {size(at.memory_bytes)}, and not on fewer."
+    )
+    print(choice.line)
+    return 0
+
+
+def _fewest(request: Request) -> int | None:
+    """With the least memory per rank that settings can reach: zero3, recomputed."""
+    scope, inner = request.scope, request.question.node_ranks
+    again = scope.recomputes[-1]
+    name = scope.strategies[-1] if scope.strategies else "zero3"
+    recomputed = replace(request.question, recompute=again)
+    step = step_of(request.at(request.batch), recomputed)[0]
+
+    def fits(ranks: int) -> bool:
+        nodes = None if inner is None or inner >= ranks else inner
+        question = replace(recomputed, ranks=ranks, node_ranks=nodes, strategies=(name,), machine=None)
+        return question.fits(need_of(step, question, name))
+
+    def count(index: int) -> int:
+        """1, 2, 3, ... up to a node, then entire nodes."""
+        return index if inner is None or index <= inner else (index - inner + 1) * inner
+
+    high = 1
+    while not fits(count(high)):
+        high *= 2
+        if count(high) > _MOST_RANKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(count(middle)) else (middle, high)
+    return count(high)

@@ -1,0 +1,246 @@
+"""Predicted step times: against what one H200 measured on simulated clusters, and what they depend on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.errors import OptionError
+from fullshard.link_speeds import recall_rates, recall_speeds, remember_rates, remember_speeds, speeds_file
+from fullshard.planning.answers import Question, need_of, step_of
+from fullshard.planning.machines import CARDS, Machine, as_values, described, from_values
+from fullshard.planning.needs import Step
+from fullshard.planning.network import Link
+from fullshard.planning.rates import machine_here, measured
+from fullshard.planning.settings import seconds
+from fullshard.planning.subjects import Batch, Subject, decoder
+from fullshard.planning.times import Times
+from fullshard.planning.work import Work
+from fullshard.tools.simulation.presets import PRESETS
+
+H200 = described("h200")
+# ms/step, as fullshard simulate measured them on one H200: model and layers, ranks, GB/s of the link, ranks
+# per node (400 GB/s inside), strategy.
+MEASURED: dict[tuple[str, int, int, float, int | None, str], float] = {
+    ("llama-8b", 8, 64, 300, None, "zero3"): 84.3,
+    ("llama-8b", 8, 64, 50, None, "zero3"): 231.7,
+    ("llama-8b", 8, 64, 6, None, "zero3"): 1831,
+    ("llama-8b", 8, 64, 50, None, "zero2"): 177.3,
+    ("llama-8b", 8, 64, 50, 8, "zero3"): 87.3,
+    ("llama-8b", 8, 64, 12, 8, "zero3"): 105.5,
+    ("llama-8b", 8, 64, 6, 8, "zero3"): 153,
+    ("llama-8b", 8, 64, 1, 8, "zero3"): 887,
+    ("llama-8b", 8, 64, 12, 8, "zero2"): 104.7,
+    ("llama-8b", 8, 64, 6, 8, "zero2"): 158.5,
+    ("llama-8b", 8, 64, 50, 4, "zero3"): 94.7,
+    ("llama-8b", 8, 64, 12, 4, "zero3"): 170.0,
+    ("llama-8b", 8, 64, 1, 4, "zero3"): 1892.5,
+    ("llama-8b", 8, 16, 12, 8, "zero3"): 93.9,
+    ("llama-8b", 8, 256, 12, 8, "zero3"): 114.0,
+    ("llama-8b", 8, 1024, 12, 8, "zero3"): 128.3,
+    ("llama-1b", 16, 64, 300, None, "zero3"): 62.7,
+    ("llama-1b", 16, 64, 300, None, "zero2"): 60.5,
+    ("llama-70b", 4, 256, 50, None, "zero3"): 424.0,
+    ("llama-70b", 4, 256, 50, None, "zero2"): 340.7,
+}
+
+
+@cache
+def traced(name: str, layers: int) -> Step:
+    subject = decoder(name, replace(PRESETS[name], layers=layers), Batch(1, 4096))
+    return step_of(subject, Question(memory_bytes=2**40, optimizer="fused-adamw"))[0]
+
+
+def predicted(step: Step, ranks: int, link: float, inner: int | None, strategy: str, **more: Any) -> Times:
+    across = Link(link * 1e9)
+    machine = replace(H200, inside=across if inner is None else Link(400e9, 3.4e-6), across=across)
+    question = Question(
+        **{"memory_bytes": 2**40, "machine": machine, "optimizer": "fused-adamw"} | more,
+        ranks=ranks,
+        node_ranks=inner,
+        strategies=(strategy,),
+    )
+    times = need_of(step, question, strategy).times
+    assert times is not None
+    return times
+
+
+def test_predicted_steps_are_within_a_tenth_of_measured_ones() -> None:
+    wrong = {}
+    for (name, layers, ranks, link, inner, strategy), ms in MEASURED.items():
+        ratio = predicted(traced(name, layers), ranks, link, inner, strategy).step_s * 1e3 / ms
+        if not 0.9 < ratio < 1.1:
+            wrong[name, ranks, link, inner, strategy] = ratio
+    assert not wrong
+
+
+def test_a_faster_link_more_memory_and_fewer_gathers_never_take_longer() -> None:
+    step = traced("llama-8b", 8)
+    for inner in (None, 8):
+        by_link = [predicted(step, 64, link, inner, "zero3").step_s for link in (1, 6, 12, 50, 300)]
+        assert by_link == sorted(by_link, reverse=True)
+    assert predicted(step, 64, 6, None, "zero2").step_s < predicted(step, 64, 6, None, "zero3").step_s
+    alone = predicted(step, 1, 1, None, "zero3")
+    assert alone.inside_s == alone.across_s == 0
+    assert alone.step_s == pytest.approx(alone.compute_s)
+
+
+def test_the_slow_link_is_what_a_step_is_bound_by() -> None:
+    step = traced("llama-8b", 8)
+    assert predicted(step, 64, 1, 8, "zero3").bound == "the link between nodes"
+    assert predicted(step, 64, 1, None, "zero3").bound == "the link inside a node"  # the only one
+    assert predicted(step, 64, 300, 8, "zero3").bound == "computing"
+
+
+def test_offloaded_masters_and_moments_take_the_time_of_their_link() -> None:
+    """16 layers of 3.75 billion parameters, 8,192 tokens, on one H200: 1,280 ms; 323 without offload."""
+    from fullshard.planning.offloading import Request
+
+    subject = decoder("llama-8b", replace(PRESETS["llama-8b"], layers=16), Batch(2, 4096))
+    step = step_of(subject, Question(memory_bytes=2**40, optimizer="fused-adamw"))[0]
+    plain = predicted(step, 1, 1, None, "zero3")
+    offloaded = predicted(step, 1, 1, None, "zero3", offload=Request("optimizer"))
+    assert offloaded.step_s == pytest.approx(1.28, rel=0.1)
+    assert plain.step_s == pytest.approx(0.323, rel=0.15)
+    assert offloaded.bound == "the link to host memory"
+
+
+# --- work -------------------------------------------------------------------------------------------------
+
+
+def own(model: nn.Module, batch: Any) -> Subject:
+    def run(on_meta: nn.Module) -> tuple[torch.Tensor, Any]:
+        out = on_meta(batch.to("meta"))
+        return out.float().mean(), out
+
+    return Subject("own", lambda: model.to("meta"), run, "its own batch", "the model")
+
+
+def work_of(model: nn.Module, batch: torch.Tensor, recompute: bool = False) -> list[Work]:
+    question = Question(memory_bytes=2**40, precision="fp32", recompute=recompute)
+    step = step_of(own(model, batch), question)[0]
+    return [work for moment in step.trace.moments for work in moment.work]
+
+
+def test_products_are_counted_forward_and_backward() -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)]
+    found = work_of(nn.Sequential(*blocks), torch.zeros(32, 64))
+    flop = sum(work.flop for work in found)
+    forward = 3 * 2 * (2 * 32 * 64 * 256)
+    assert flop == 3 * forward - 2 * 32 * 64 * 256  # the first block's input needs no gradient
+    again = sum(work.flop for work in work_of(nn.Sequential(*blocks), torch.zeros(32, 64), True))
+    assert again == flop + 3 * forward // 6  # a block's last product need not be computed again
+
+
+def test_a_large_linear_whose_gradient_is_written_in_place_is_counted_too() -> None:
+    blocks = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(2)]
+    found = work_of(nn.Sequential(*blocks), torch.zeros(16, 1024))
+    assert sum(work.flop for work in found) == 5 * 2 * 16 * 1024**2
+
+
+def test_convolutions_and_attention_are_products() -> None:
+    conv = work_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(2, 3, 10, 10))
+    forward = 2 * (2 * 8 * 8) * 8 * 27
+    assert sum(work.flop for work in conv) == pytest.approx(2 * forward)  # of the weight alone in backward
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    attends = [work for work in work_of(Attends(), torch.zeros(1, 4, 64, 16)) if work.flop]
+    assert [work.kind for work in attends] == ["attention", "attention backward"]
+    assert attends[0].flop == 4 * 64 * 64 * 2 * 16 * 2 / 2
+
+
+# --- machines ---------------------------------------------------------------------------------------------
+
+
+def test_cards_are_known_by_the_names_that_people_write() -> None:
+    for name in (
+        "H100",
+        "nvidia h100",
+        "NVIDIA A100-80",
+        "a100",
+        "RTX 4090",
+        "rtx-3090",
+        "4090",
+        "AMD MI300X",
+    ):
+        assert described(name).device.memory_bytes > 1e9, name
+    with pytest.raises(OptionError, match="Did you mean h100"):
+        described("h101")
+    for name in CARDS:
+        machine = described(name)
+        assert from_values(json.loads(json.dumps(as_values(machine)))) == machine
+        large = Work("product", (4096.0, 4096.0, 4096.0, 1.0))
+        small = Work("product", (128.0, 128.0, 128.0, 1.0))
+        assert large.flop / machine.device.seconds(large) > 5 * small.flop / machine.device.seconds(small)
+
+
+@pytest.fixture
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FULLSHARD_CLUSTER", "alps-17")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_rates_are_measured_once_and_kept_beside_the_speeds_of_links() -> None:
+    from fullshard.link_speeds import ClusterSpeeds, LinkSpeed
+
+    cpu = torch.device("cpu")
+    assert machine_here(cpu, measures=False) is None
+    first = machine_here(cpu)
+    assert first is not None
+    assert machine_here(cpu) == first  # a second measurement would differ
+    speeds = ClusterSpeeds("gloo", "CPU", 4, LinkSpeed(2, 3e9, 1e-5), LinkSpeed(2, 1e9, 2e-5), "2030-01-01")
+    remember_speeds(speeds)
+    assert recall_speeds() == speeds
+    then = machine_here(cpu)
+    assert then is not None
+    assert then.device == first.device
+    assert (then.inside, then.across) == (Link(3e9, 1e-5), Link(1e9, 2e-5))
+    remember_rates(as_values(first))
+    assert recall_speeds() == speeds
+
+
+@pytest.mark.usefixtures("_own_folder")
+@pytest.mark.parametrize("damage", ["", "[]", '{"version": 1, "clusters": {}, "rates": 3}', "{}"])
+def test_a_damaged_file_of_rates_is_measured_again(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fake(device: torch.device) -> Machine:
+        calls.append(device)
+        return H200
+
+    monkeypatch.setattr("fullshard.planning.rates.measured", fake)
+    speeds_file().parent.mkdir(parents=True)
+    speeds_file().write_text(damage)
+    assert machine_here(torch.device("cpu")) is not None
+    assert len(calls) == 1
+    assert recall_rates() == json.loads(json.dumps(as_values(H200)))
+    remember_rates({"device": {"products": [[1, 1, 1, -5.0]]}})
+    assert machine_here(torch.device("cpu")) is not None
+    assert len(calls) == 2
+
+
+def test_rates_of_this_processor_are_positive_and_survive_a_file() -> None:
+    machine = measured(torch.device("cpu"))
+    assert not machine.device.is_gpu
+    assert from_values(json.loads(json.dumps(as_values(machine)))) == machine
+
+
+def test_times_are_printed_in_their_unit() -> None:
+    assert (seconds(0.0123), seconds(1.5)) == ("12.3 ms", "1.50 s")
