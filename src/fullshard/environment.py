@@ -137,6 +137,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fullshard"
 
 
+def host_name() -> str:
+    """The name of this host in messages: FULLSHARD_HOST, or the system's."""
+    return own_host_name() or socket.gethostname()
+
+
+def own_host_name() -> str | None:
+    """FULLSHARD_HOST, for containers and tests: only ranks with the same name are on one host."""
+    return os.environ.get("FULLSHARD_HOST") or None
+
+
+def run_secret() -> str:
+    """FULLSHARD_RUN_SECRET, where a launcher gives all ranks of a run one word that nobody else has."""
+    return os.environ.get("FULLSHARD_RUN_SECRET", "")
+
+
 def cluster_name() -> str:
     """FULLSHARD_CLUSTER, Slurm's name of the cluster, or this host's name."""
     named = os.environ.get("FULLSHARD_CLUSTER") or os.environ.get("SLURM_CLUSTER_NAME")

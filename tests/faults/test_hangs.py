@@ -9,85 +9,22 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import ranks
+import hang_runs
 import tables
-import warm
+from hang_runs import Ended
 
-SCRIPT = Path(ranks.__file__).with_name("hang_cases.py")
-STALL_S, LIMIT_S = 9, 150.0
-
-
-@dataclass
-class Ended:
-    """How a run went: by rank, lines with the time since the event, exit status, and when it ended."""
-
-    lines: list[list[tuple[float, str]]] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    statuses: list[int | None] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-
-    def text(self, rank: int) -> str:
-        return "\n".join(line for _, line in self.lines[rank])
+STALL_S = 9
 
 
 def _run(case: str, folder: Path) -> Ended:
-    """Rank 0 to its end; then rank 1, if it is not the one that is stuck or gone."""
-    folder.mkdir()
-    port, ended = ranks.free_port(), Ended()
-    processes = [_start(case, folder, rank, port) for rank in range(2)]
-    with ThreadPoolExecutor(4) as readers:
-        errors = [readers.submit(_timed_lines, process) for process in processes]
-        outputs = [readers.submit(process.stdout.read) for process in processes]  # type: ignore[union-attr]
-        limits_s = (LIMIT_S, 1.0 if CASES[case].error else 20.0)
-        try:
-            for process, limit_s in zip(processes, limits_s, strict=True):
-                try:
-                    ended.statuses.append(process.wait(limit_s))
-                except subprocess.TimeoutExpired:
-                    ended.statuses.append(None)
-                ended.times.append(time.time())
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        ended.outputs = [output.result() for output in outputs]
-        marks = folder / "event"
-        event = float(marks.read_text()) if marks.exists() else time.time()
-        ended.lines = [[(at - event, line) for at, line in error.result()] for error in errors]
-        ended.times = [at - event for at in ended.times]
-    return ended
-
-
-def _start(case: str, folder: Path, rank: int, port: int) -> subprocess.Popen[str]:
-    variables = {
-        **warm.environment(dict(os.environ)),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "FULLSHARD_STALL_TIMEOUT_S": str(STALL_S if CASES[case].error else LIMIT_S),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [f"{warm.commands()}/python", str(SCRIPT), case, str(folder)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def _timed_lines(process: subprocess.Popen[str]) -> list[tuple[float, str]]:
-    assert process.stderr is not None
-    return [(time.time(), line.rstrip()) for line in process.stderr]
+    fails = bool(CASES[case].error)
+    return hang_runs.run(case, folder, STALL_S if fails else hang_runs.LIMIT_S, last=(1,) if fails else ())
 
 
 @dataclass(frozen=True)
@@ -149,7 +86,7 @@ def test_a_stuck_rank_is_named_within_seconds_and_every_other_process_ends(
     with ThreadPoolExecutor(4) as pool:
         found = dict(zip(wanted, pool.map(_run, wanted, folders), strict=True))
     for case, ended in found.items():
-        _print_row(case, ended)
+        hang_runs.print_row(case, ended)
     # On a machine that is busy with other tests a rank may be late for other reasons: once more, alone.
     suspects = [case for case, ended in found.items() if _problems(case, CASES[case], ended)]
     again = {case: _run(case, tmp_path / f"again-{number}") for number, case in enumerate(suspects)}
@@ -173,13 +110,3 @@ def _problems(case: str, expected: Expected, ended: Ended) -> list[str]:
     if "Late" in both and sum("has waited" in line for line in both.splitlines()) > 8:
         wrong.append(f"{case}: too many warnings:\n{both}")
     return wrong
-
-
-def _print_row(case: str, ended: Ended) -> None:
-    def first(pattern: str) -> str:
-        times = [at for lines in ended.lines for at, line in lines if re.search(pattern, line)]
-        return f"{min(times):.1f}" if times else "-"
-
-    message = r"(errors\.\w+: |^KeyboardInterrupt|caught )"
-    row: list[Any] = [case, first("has waited"), first(message), f"{ended.times[0]:.1f}", *ended.statuses]
-    print("| " + " | ".join(map(str, row)) + " |")

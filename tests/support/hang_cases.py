@@ -1,4 +1,4 @@
-"""One of two ranks of a run in which rank 1 gets stuck, or leaves: `hang_cases.py CASE FOLDER`.
+"""One of the ranks of a run in which rank 1 gets stuck, or leaves: `hang_cases.py CASE FOLDER`.
 
 Not a test module: `test_hangs` runs it as a script, because how the process ends is what is tested.
 """
@@ -23,6 +23,7 @@ import fullshard as fs
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK = int(os.environ["RANK"])
+VICTIM = int(os.environ.get("VICTIM", "1"))  # the rank that gets stuck, or leaves
 
 
 def event() -> None:
@@ -40,7 +41,7 @@ def stopped_first(function: Callable[..., Any]) -> Callable[..., Any]:
         stop()
         return function(*args, **kwargs)
 
-    return run if RANK == 1 else function
+    return run if RANK == VICTIM else function
 
 
 class StopInBackward(torch.autograd.Function):
@@ -50,7 +51,7 @@ class StopInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if RANK == 1 and Net.stops:
+        if RANK == VICTIM and Net.stops:
             stop()
         return gradient
 
@@ -202,7 +203,7 @@ def stopped_in_a_save(run: Run, **options: Any) -> None:
 def killed_in_a_save(run: Run) -> None:
     from fullshard.checkpoint.saving.job import Job
 
-    if RANK == 1:
+    if RANK == VICTIM:
         Job._write = lambda *_: killed()  # type: ignore[method-assign]
     run.save()
 
@@ -226,7 +227,7 @@ def stopped_in_the_optimizer(run: Run) -> None:
 
 
 def interrupted(run: Run) -> None:
-    if RANK == 1:
+    if RANK == VICTIM:
         sleeps(600)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -234,7 +235,7 @@ def interrupted(run: Run) -> None:
 
 
 def caught(run: Run) -> None:
-    if RANK == 1:
+    if RANK == VICTIM:
         stop()
     try:
         run.step()
@@ -250,7 +251,7 @@ def caught_and_status(run: Run) -> None:
 
 
 def groups_ended_in_finally(run: Run) -> None:
-    if RANK == 1:
+    if RANK == VICTIM:
         stop()
     try:
         run.step()
@@ -259,7 +260,7 @@ def groups_ended_in_finally(run: Run) -> None:
 
 
 def error_swallowed(run: Run) -> None:
-    if RANK == 1:
+    if RANK == VICTIM:
         event()
         try:
             raise ValueError("a bad batch")
@@ -297,10 +298,10 @@ def main() -> None:
         from fullshard.comm.groups import ShardGroup
 
         ShardGroup.__init__ = stopped_first(ShardGroup.__init__)  # type: ignore[method-assign]
-    if CASE == "late for shard" and RANK == 1:
+    if CASE == "late for shard" and RANK == VICTIM:
         sleeps(9)
     run = Run()
-    if CASE in RANK_1 and RANK == 1:
+    if CASE in RANK_1 and RANK == VICTIM:
         RANK_1[CASE]()
     if CASE in BOTH:
         BOTH[CASE](run)

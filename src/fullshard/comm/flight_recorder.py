@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fullshard.comm.host_summary import RemotePeer
 from fullshard.comm.recorder_files import (
     ENDED_WORD,
     ENTRY,
@@ -63,6 +64,7 @@ from fullshard.comm.recorder_files import (
     record_name,
     start_time,
 )
+from fullshard.environment import launch
 
 _ELSEWHERE_S = 4.0  # both sides have stood still this long: see _elsewhere
 _FRESH_S = 10.0  # of a note: its writer looks every second
@@ -97,6 +99,8 @@ class FlightRecorder:
         self._name, self._pid = record_name(rank), os.getpid()
         self.thread = threading.get_ident()  # the one that uses it, last known
         self.stalled = False  # an operation of it was given up
+        self._spans_hosts: bool | None = None  # not known yet
+        self.stuck_on_device: tuple[str, int] | None = None  # an operation that the device does not complete
         self._channels: dict[str, Channel] = {}
         self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}
         self._sequence, self._waiting, self._closed = 0, False, False
@@ -104,10 +108,12 @@ class FlightRecorder:
         self._unfinished: set[tuple[str, int]] = set()
         self._created_ns = time.monotonic_ns()
         self.on_close: Callable[[], None] = lambda: None
+        self.before_leaving: Callable[[FlightRecorder], None] = lambda _: None
         self._map = self._create()
         self._words = memoryview(self._map).cast("q")
         self._labels_end = labels_offset(ranks) + 8  # offset 0 in the table means "no room for the text"
         self._peers: dict[int, Peer] = {}  # those whose files are open
+        self.remote: dict[int, RemotePeer] = {}  # of other hosts; replaced while this rank waits
         self._agreed: dict[tuple[str, int], int] = {}  # (channel, peer): compared up to this number
         self._peers_opened = False
         atexit.register(self.close)
@@ -229,6 +235,13 @@ class FlightRecorder:
         self._map[offset + NOTE.size : offset + NOTE.size + len(text)] = text
         NOTE.pack_into(self._map, offset, len(text), digest(text))
 
+    def label_text(self, label_hash: bytes) -> tuple[str, str, str] | None:
+        """Channel, phase and unit of an operation that this rank has begun at some time, by its hash."""
+        for text, (_, label) in list(self._labels.items()):
+            if label[16:] == label_hash:
+                return text
+        return None
+
     def _event(self, waiting: int, number: int, label: bytes, step: int) -> None:
         self._sequence = sequence = self._sequence + 1
         EVENT.pack_into(
@@ -266,15 +279,41 @@ class FlightRecorder:
         return state, label
 
     def places(self) -> list[Place | None]:
-        """Where every rank is; None for one on another host, not started, or with an unreadable file."""
-        here = self._here()
-        return [self._place(rank) if rank in here else None for rank in range(self.ranks)]
+        """Where every rank is; None for one that is not known: not started, with an unreadable file, or on
+        another host while no rank here waits for long."""
+        known = self._known()
+        return [self._place(rank) if rank in known else None for rank in range(self.ranks)]
 
-    def _here(self) -> set[int]:
-        """Ranks whose files may be read: those of this host. Most ranks of a large run are on others."""
-        return {*self._peers, *self.folder.ranks()}
+    def _known(self) -> set[int]:
+        """Ranks of this host, whose files may be read, and of others whose summaries have come."""
+        return {*self._peers, *self.folder.ranks(), *self.remote}
+
+    def _peer(self, rank: int) -> Peer | RemotePeer | None:
+        return self._peers.get(rank) or self.remote.get(rank)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks are on other hosts: by what the launcher has set, or because they have no files here
+        after the first operation."""
+        if self._spans_hosts is None:
+            if len({*self._peers, *self.folder.ranks()}) >= self.ranks:
+                self._spans_hosts = False
+            elif self._peers_opened or launch().local_ranks < launch().ranks:
+                self._spans_hosts = True
+        return bool(self._spans_hosts)
+
+    def quiet_s(self) -> float:
+        """How long ago the last event of this rank was. For any thread."""
+        if self._closed:
+            return 0.0
+        slot = SEQUENCE_OFFSET + 8 + (self._sequence & (EVENTS - 1)) * EVENT.size
+        time_ns = EVENT.unpack_from(self._map, slot)[5]
+        return max(0, time.monotonic_ns() - time_ns) / 1e9 if time_ns else 0.0
 
     def _place(self, rank: int) -> Place | None:
+        remote = self.remote.get(rank)
+        if remote is not None and rank not in self._peers:
+            return remote.place()
         peer = self._peers.get(rank)
         place = peer.place() if peer else None
         if self._closed or (place and place.alive and not place.left):
@@ -308,10 +347,12 @@ class FlightRecorder:
         state, found = self._channels[channel], []
         # After the first operation, only files that are open: this runs in every pass, and most ranks of a
         # large run are on other hosts.
-        for rank in list(self._peers) if self._peers_opened else sorted(self._here()):
+        for rank in [*self._peers, *self.remote] if self._peers_opened else sorted(self._known()):
             if rank not in state.others or not (rank in self._peers or self._place(rank)):
                 continue
-            peer = self._peers[rank]
+            peer = self._peer(rank)
+            if peer is None:
+                continue
             number = max(self._agreed.get((channel, rank), 0), state.number - RING)
             ring = peer.ring(channel)
             while number < newest:
@@ -321,7 +362,7 @@ class FlightRecorder:
                     theirs = peer.entry(channel, number + 1)
                     if theirs is None or theirs.number <= number:
                         break  # not begun, or not known
-                    if theirs.number == number + 1 and theirs.label[16:] != mine:
+                    if theirs.number == number + 1 and theirs.label and theirs.label[16:] != mine:
                         if place := peer.place_in(theirs):
                             found.append(place)
                         break
@@ -336,34 +377,43 @@ class FlightRecorder:
         for theirs in self._differences(channel, number):
             mine = self._own(channel, theirs.number)
             return (
-                f"rank {theirs.rank} began {theirs.operation} where rank {self.rank} began "
+                f"{theirs.who} began {theirs.operation} where rank {self.rank} began "
                 f"{mine.operation if mine else 'another operation'}"
             )
-        for rank in sorted(self._channels[channel].others & self._here()):
-            if reason := self._missing(rank, channel, number):
-                return reason
-        return self._mutual_wait(channel, number) or self._elsewhere(channel, number)
+        if elsewhere := self._elsewhere(channel, number):
+            return elsewhere
+        ranks = sorted(self._channels[channel].others & self._known())
+        missing = [place for rank in ranks if (place := self._missing(rank, channel, number))]
+        if missing:  # one that was killed has not left because another was
+            return str(min(missing, key=lambda place: place.alive))
+        return self._mutual_wait(channel, number)
 
     def _elsewhere(self, channel: str, number: int) -> str | None:
         """A rank that waits in another place for this one, which is blocked here.
 
         That is a collective of torch.distributed that the script called and that needs this rank, or an
         operation of another sharded model that this rank has not begun. Definite: this rank's thread does
-        nothing but wait here, and takes part in neither.
+        nothing but wait here, and takes part in neither. Also if that rank noticed it first, and has ended.
         """
         me = self._place(self.rank)
         if me is None or not me.waiting or me.since_s < _ELSEWHERE_S:
             return None
-        for rank in sorted(self._channels[channel].others & self._here()):
-            place, peer = self._place(rank), self._peers.get(rank)
+        for rank in sorted(self._channels[channel].others & self._known()):
+            place, peer = self._place(rank), self._peer(rank)
             entry = peer.entry(channel, number) if peer else None
-            if place is None or not place.alive or peer is None or entry is None or entry.number >= number:
+            if place is None or peer is None or entry is None or entry.number >= number:
                 continue
             note = peer.note()
-            if note is not None and (where := self._needs_this_rank(note)):
+            if note is not None and peer.is_fresh and (where := self._needs_this_rank(note)):
                 return (
+<<<<<<< HEAD
                     f"rank {rank} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
                     f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun{MUTUAL}"
+=======
+                    f"{place.who} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
+                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun: "
+                    "none of them can continue"
+>>>>>>> 9a22b05 (Ranks of other hosts are named like those of this one: hosts publish a signed summary per second in the run's store, and read the others' while a rank waits)
                 )
         return None
 
@@ -374,9 +424,9 @@ class FlightRecorder:
         me = self.members[self.rank]
         if note.collective and note.members >> me & 1:
             return f"torch.distributed.{note.collective}"
-        for folder, channel, number in note.waits:
+        for key, channel, number in note.waits:
             for other in list(_open):
-                same = other.folder.name == folder and other.members[other.rank] == me
+                same = other.folder.key == key and other.members[other.rank] == me
                 if same and other is not self and other.thread == self.thread:
                     newest = other.newest(channel)
                     if newest is not None and newest < number:
@@ -389,8 +439,8 @@ class FlightRecorder:
         entry = own.entry(channel, number) if own else None
         return own.place_in(entry) if own and entry and entry.number == number else None
 
-    def _missing(self, rank: int, channel: str, number: int) -> str | None:
-        place, peer = self._place(rank), self._peers.get(rank)
+    def _missing(self, rank: int, channel: str, number: int) -> Place | None:
+        place, peer = self._place(rank), self._peer(rank)
         if place is None or peer is None or (place.alive and not place.left):
             return None
         entry = peer.entry(channel, number)
@@ -399,25 +449,27 @@ class FlightRecorder:
             return None  # its part is complete: it may leave while others still forward its data
         if begun and place.left and place.since_s < SETTLED_S:
             return None  # it left normally with the operation in flight, which may still complete
-        return str(place)
+        return place
 
     def _mutual_wait(self, channel: str, number: int) -> str | None:
         """A cycle of ranks, each waiting in an operation that the next, itself waiting, has not begun.
 
         Definite: an edge is looked up after all places were read, and a rank whose edge is still there has
-        not left its wait. Ranks that compute are in no cycle, however slow they are.
+        not left its wait. Ranks that compute are in no cycle, however slow they are. A summary of
+        another host is seconds old: its ranks count if they had waited for longer, so that all waits overlap.
         """
         stuck = {
             place.rank: place
             for place in self.places()
             if place and place.waiting and place.alive and place.since_s >= SETTLED_S
+            if place.rank not in self.remote or self.remote[place.rank].is_settled
         }
         me = stuck.get(self.rank)
         if me is None or (me.channel, me.number) != (channel, number):
             return None
         cycle = self._cycle([self.rank], stuck, set())
         sentences = (
-            f"rank {rank} waits in {stuck[rank].operation}, which rank {after} has not begun"
+            f"{stuck[rank].who} waits in {stuck[rank].operation}, which rank {after} has not begun"
             for rank, after in zip(cycle, cycle[1:] + cycle[:1], strict=True)
         )
         return "; ".join(sentences) + MUTUAL if cycle else None
@@ -432,9 +484,9 @@ class FlightRecorder:
         return []
 
     def _not_begun_by(self, place: Place, stuck: dict[int, Place]) -> list[int]:
-        waiting, missing = self._peers.get(place.rank), []
+        waiting, missing = self._peer(place.rank), []
         for rank in stuck:
-            peer = self._peers.get(rank)
+            peer = self._peer(rank)
             if rank != place.rank and peer and waiting and waiting.has_member(place.channel, rank):
                 entry = peer.entry(place.channel, place.number)
                 if entry is not None and entry.number < place.number:
@@ -449,6 +501,7 @@ class FlightRecorder:
         self._closed = True
         atexit.unregister(self.close)
         self._words[LEFT_WORD] = time.monotonic_ns()
+        self.before_leaving(self)
         self._words.release()
         self._map.close()
         for peer in self._peers.values():

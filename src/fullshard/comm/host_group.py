@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator
@@ -18,16 +16,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fullshard.comm import messages, tree
+from fullshard.comm import messages, run_secrets, tree
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.group_names import named_by_members, times_called
-from fullshard.comm.recorder_files import folder_for, remove_abandoned
+from fullshard.comm.recorder_files import (
+    folder_for,
+    records_parent,
+    records_prefix,
+    remove_abandoned,
+    remove_if_empty,
+)
 from fullshard.comm.tags import OpTag
 from fullshard.comm.tree import Chain, Level, Tree
 from fullshard.comm.watchdog import Watchdog
-from fullshard.environment import launch
+from fullshard.environment import launch, own_host_name
 
 _CHANNEL = "control"
+_SECRET = OpTag("agreement", "shard", 0)
 _CREATION_S = 30.0  # at least, however short the limit for a stall is
 # For ranks that have not come to fs.shard yet: they may load or download a model first. torch waits as long.
 _ARRIVAL_S = 1800.0
@@ -198,19 +203,14 @@ def open_recorder(members: list[int], purpose: str) -> FlightRecorder:
         count = times_called(store, f"fullshard recorder {key}", len(members))
         run = store.compare_set("fullshard run", "", os.urandom(16).hex())
         name = hashlib.sha256(f"{run!r} {key} {count}".encode()).hexdigest()[:24]
-    # Memory, where there is such a folder: written pages of a disk could stall the hot path.
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    prefix = f"fullshard-{os.geteuid()}-"
+    parent, prefix = records_parent(), records_prefix()
     remove_abandoned(parent, prefix)
+    if (named := own_host_name()) is not None:
+        prefix += hashlib.sha256(named.encode()).hexdigest()[:8] + "-"
     folder = folder_for(parent, prefix + name)
     recorder = FlightRecorder(folder, members.index(dist.get_rank()), len(members), members)
-    recorder.on_close = lambda: _remove_if_empty(os.path.join(parent, prefix + name))
+    recorder.on_close = lambda: remove_if_empty(os.path.join(parent, prefix + name))
     return recorder
-
-
-def _remove_if_empty(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.rmdir(path)  # not through links, and only if it is empty
 
 
 leases_by_grid: dict[Hashable, tuple[Any, list[Any]]] = {}  # of group_leases, with their world
@@ -225,6 +225,7 @@ def first_group(members: list[int]) -> HostGroup:
     known = _first_groups.get(key)
     if known is None or known[0] is not world:
         _first_groups[key] = known = world, HostGroup(members, "shard", use_default=True)
+        run_secrets.remember(members, known[1].broadcast_object(run_secrets.propose(), _SECRET))
     return known[1]
 
 

@@ -1,10 +1,11 @@
 """A thread that notices when this process stands still: it writes where, and warns whom it waits for.
 
 Once per second it looks at this process's flight recorders, which costs microseconds while they move. Where
-one has not moved for two seconds, the thread writes a note for the other ranks of the host: the line of the
-script, and the collective of torch.distributed in which the script waits, if any. Where this rank has waited
-for five, it logs a warning that names the late ranks and what they do; the next after twice the time. Nothing
-is raised here: a rank may be late for good reasons, and is waited for.
+one has not moved for two seconds, the thread writes a note for the other ranks: the line of the script, the
+stack, and the collective of torch.distributed in which the script waits, if any. Where this rank has waited
+for four, it logs a warning that names the late ranks and what they do; the next after twice the time. Nothing
+is raised here: a rank may be late for good reasons, and is waited for. Where ranks are on several hosts, it
+publishes and reads summaries as well (`host_watch`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,13 +29,16 @@ import torch.distributed as dist
 
 from fullshard.comm import standing
 from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.host_watch import HostWatch
 from fullshard.comm.recorder_files import Note
 from fullshard.comm.standing import Standing
+from fullshard.comm.store_link import StoreLink, link_to_default_store
 
 _log = logging.getLogger("fullshard")
 _TICK_S = 1.0
 _NOTE_S = 2.0
-WARN_S = 5.0
+WARN_S = 4.0
+_STORE_S = 0.3  # to wait for the store, once per second; an answer that is later is for the next time
 # Functions of torch.distributed that return on no rank before all ranks of the group have called them.
 _COLLECTIVES = frozenset(
     [
@@ -41,6 +48,7 @@ _COLLECTIVES = frozenset(
     ]
 )
 _SMALL_BYTES = 2**20  # data of a larger one may be on its way for seconds, on ranks that began it
+_STACK_SIZE, _STACK_DEPTH = 4000, 24
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES_FILE = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
@@ -50,67 +58,118 @@ _COLLECTIVES_FILE = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 class _Watch:
     """What is known of one recorder that does not move."""
 
+    hosts: HostWatch
     sequence: int = -1
-    since: float = 0.0
+    quiet_s: float = 0.0
     frame: tuple[int, int] = (0, 0)
     frame_since_ns: int = 0
     next_warning_s: float = WARN_S
     warned: bool = False
     earlier: dict[int, Standing] = field(default_factory=dict)
+    stacks: set[int] = field(default_factory=set)  # ranks of other hosts whose stacks were printed
 
 
 _watched: weakref.WeakKeyDictionary[FlightRecorder, _Watch] = weakref.WeakKeyDictionary()
 _thread_of_pid = 0
-_lock = threading.Lock()
+_link: StoreLink | None = None  # of this world, once ranks are on several hosts
+_link_world: Any = None
+_new = threading.Event()
+_lock, _link_lock = threading.Lock(), threading.Lock()
 
 
 def watch(recorder: FlightRecorder) -> None:
     """Look at this recorder from now on, as long as it exists."""
     global _thread_of_pid
     with _lock:
-        _watched[recorder] = _Watch()
+        hosts = HostWatch(recorder)
+        _watched[recorder] = _Watch(hosts)
+        recorder.before_leaving = partial(_leave, hosts)
         if _thread_of_pid != os.getpid():  # a forked process has no threads
             _thread_of_pid = os.getpid()
             threading.Thread(target=_run, name="fullshard monitor", daemon=True).start()
+    _new.set()
+
+
+def _leave(hosts: HostWatch, recorder: FlightRecorder) -> None:
+    hosts.leave(recorder, _store() if recorder.spans_hosts else None)
+
+
+def _store() -> StoreLink | None:
+    global _link, _link_world
+    with _link_lock:
+        if dist.is_initialized() and _link_world is not dist.group.WORLD:
+            _link, _link_world = link_to_default_store(), dist.group.WORLD
+    return _link
 
 
 def _run() -> None:
     while True:
-        time.sleep(_TICK_S)
+        _new.wait(_TICK_S)  # a new recorder is published at once: a run may fail in its first second
+        _new.clear()
         with _lock:
             watched = list(_watched.items())
+        _exchange_summaries([state.hosts for _, state in watched])
         for recorder, state in watched:
             try:
                 _look(recorder, state)
             except Exception as error:  # noqa: BLE001  a recorder that is closed meanwhile, a full log: no harm
                 _log.debug("the monitor failed: %r", error)
         watched.clear()
-        recorder = None  # type: ignore[assignment]  # it may be collected while this thread sleeps
+        recorder = state = None  # type: ignore[assignment]  # they may be collected while this thread sleeps
+
+
+def _exchange_summaries(watches: list[HostWatch]) -> None:
+    """Publish what the ranks of this host do, and read the other hosts' summaries while one here waits."""
+    try:
+        jobs = [job for watch in watches if (job := watch.job()) is not None]
+        link = _store() if any(watch.spans_hosts for watch in watches) else None
+        if link is not None:
+            if jobs:
+                link.submit(jobs, _STORE_S)
+            for watch in watches:
+                watch.settle(link)
+    except Exception as error:  # noqa: BLE001  as above
+        _log.debug("the monitor failed: %r", error)
 
 
 def _look(recorder: FlightRecorder, state: _Watch) -> None:
-    now = time.monotonic()
     if recorder.sequence != state.sequence:
         if state.warned:
-            _log.warning("rank %d: the operation went on after %.0f s", recorder.rank, now - state.since)
-        state.sequence, state.since = recorder.sequence, now
-        state.next_warning_s, state.earlier, state.warned = WARN_S, {}, False
-        return
-    quiet_s = now - state.since
+            _log.warning("rank %d: the operation went on after %.0f s", recorder.rank, state.quiet_s)
+        state.sequence, state.next_warning_s, state.earlier, state.warned = (
+            recorder.sequence,
+            WARN_S,
+            {},
+            False,
+        )
+        state.stacks.clear()
+    state.quiet_s = quiet_s = recorder.quiet_s()
     if quiet_s < _NOTE_S:
         return
     recorder.write_note(_own_note(recorder, state))
     blocked = recorder.blocked_in
-    if blocked is None or quiet_s < state.next_warning_s - 2 * _TICK_S:
+    if blocked is None:
+        return
+    if state.warned:
+        _print_stacks(recorder, state)
+    if quiet_s < state.next_warning_s - 2 * _TICK_S:
         return
     standings = standing.standings(recorder, *blocked)
-    if quiet_s >= state.next_warning_s:
-        state.next_warning_s *= 2
-        if text := standing.warning(recorder, quiet_s, standings, state.earlier):
-            state.warned = True
-            _log.warning("%s", text)
-    else:
+    if quiet_s < state.next_warning_s:
         state.earlier = standings
+        return
+    state.next_warning_s *= 2
+    if text := standing.warning(recorder, quiet_s, standings, state.earlier):
+        state.warned = True
+        _log.warning("%s", text)
+
+
+def _print_stacks(recorder: FlightRecorder, state: _Watch) -> None:
+    """Of late ranks of other hosts, where they have come: nobody can run py-spy on all hosts."""
+    for rank, peer in recorder.remote.items():
+        if peer.stack and rank not in state.stacks:
+            state.stacks.add(rank)
+            _log.warning("stack of %s:\n%s", peer.place().who, peer.stack)
 
 
 def _own_note(recorder: FlightRecorder, state: _Watch) -> Note:
@@ -121,11 +180,38 @@ def _own_note(recorder: FlightRecorder, state: _Watch) -> Note:
         state.frame, state.frame_since_ns = key, now_ns
     name, members = _collective(frame)
     waits = [
-        (other.folder.name, *blocked)
+        (other.folder.key, *blocked)
         for other in list(_watched)
         if other.thread == recorder.thread and (blocked := other.blocked_in) is not None
     ]
-    return Note(_line(frame), name, members, tuple(waits), state.frame_since_ns, now_ns)
+    stack = _stack(recorder.thread)
+    return Note(_line(frame), name, members, tuple(waits), state.frame_since_ns, now_ns, stack)
+
+
+def _stack(first: int) -> str:
+    """Of all threads of this process, the one that uses the recorder first; the innermost lines of each."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    texts, room = [], _STACK_SIZE
+    for ident in sorted(frames, key=lambda each: (each != first, each)):
+        if ident == threading.get_ident() or str(names.get(ident, "")).startswith("fullshard "):
+            continue
+        lines = [f"  {f.filename[-80:]}:{f.lineno} in {f.name}" for f in _frames(frames[ident])]
+        text = "\n".join([f"thread {names.get(ident, ident)}, innermost first:", *lines])
+        if len(text) > room:
+            break
+        texts.append(text)
+        room -= len(text)
+    return "\n".join(texts)
+
+
+def _frames(frame: FrameType | None) -> Iterator[traceback.FrameSummary]:
+    for _ in range(_STACK_DEPTH):
+        if frame is None:
+            return
+        code = frame.f_code
+        yield traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
+        frame = frame.f_back
 
 
 def _line(frame: FrameType | None) -> str:

@@ -10,8 +10,9 @@ import os
 import stat
 import struct
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ ENDED_WORD = 5  # of an entry
 LABELS_SIZE = 256 * 1024  # about 5000 labels; a later label keeps its hash, so it is still compared
 NOTE = struct.Struct("=qQ")  # length, hash; then the text
 NOTE_SIZE = 8 * 1024
+SHARED = "hosts.seen"  # what the ranks of this host know of other hosts: see host_watch
 _MAX_FOLDERS = 10_000  # looked at for abandoned ones: anybody may create folders next to ours
 
 
@@ -55,21 +57,31 @@ class Place:
     alive: bool
     left: bool = False  # it closed its recorder: it takes part in no more operations
     pid: int = 0
+    host: str = ""  # of a rank on another host: that host's name
+    sequence: int = field(default=0, compare=False)  # events of this rank up to now
 
     @property
     def operation(self) -> str:
         unit = f"unit '{self.unit}'" if self.unit else "the root unit"
         return f"{self.channel} of {unit} ({self.phase}, step {self.step}, operation {self.number})"
 
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
     def __str__(self) -> str:
+        return f"{self.who}: {self.doing}"
+
+    @property
+    def doing(self) -> str:
         last = f"last was {self.operation}" if self.number else "it had not begun any operation"
         if not self.alive:
-            return f"rank {self.rank}: process has exited; {last}"
+            return f"process has exited; {last}"
         if self.left:
-            return f"rank {self.rank}: has left the run {self.since_s:.1f} s ago; {last}"
+            return f"has left the run {self.since_s:.1f} s ago; {last}"
         if self.waiting:
-            return f"rank {self.rank}: waiting in {self.operation} for {self.since_s:.1f} s"
-        return f"rank {self.rank}: outside any operation for {self.since_s:.1f} s; {last}"
+            return f"waiting in {self.operation} for {self.since_s:.1f} s"
+        return f"outside any operation for {self.since_s:.1f} s; {last}"
 
 
 class Entry(NamedTuple):
@@ -87,9 +99,10 @@ class Note(NamedTuple):
     at: str  # the line of its script
     collective: str  # of torch.distributed, called by the script: its name; empty if it is in none
     members: int  # ranks that this collective needs, as a mask of ranks of the world
-    waits: tuple[tuple[str, str, int], ...]  # folder, channel and number of our operations it is blocked in
+    waits: tuple[tuple[str, str, int], ...]  # records, channel and number of our operations it is blocked in
     since_ns: int  # how long it has been there
     written_ns: int
+    stack: str = ""  # of its threads, as far as there is room for it
 
 
 def note_text(note: Note) -> bytes:
@@ -97,10 +110,10 @@ def note_text(note: Note) -> bytes:
     return json.dumps([*note[:2], hex(note.members), *note[3:]]).encode()
 
 
-def _note(text: bytes) -> Note:
-    at, collective, members, waits, since_ns, written_ns = json.loads(text)
-    named = tuple((str(folder), str(channel), int(number)) for folder, channel, number in waits)
-    return Note(str(at), str(collective), int(members, 16), named, int(since_ns), int(written_ns))
+def read_note(text: bytes) -> Note:
+    at, collective, members, waits, since_ns, written_ns, stack = json.loads(text)
+    named = tuple((str(key), str(channel), int(number)) for key, channel, number in waits)
+    return Note(str(at), str(collective), int(members, 16), named, int(since_ns), int(written_ns), str(stack))
 
 
 def record_name(rank: int) -> str:
@@ -118,6 +131,7 @@ class Folder:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, dir_fd=parent)
         self.path, self.name = path, os.path.basename(path)
+        self.key = self.name.rpartition("-")[2]  # the same for these records on all hosts
         if os.fstat(self._file).st_uid != os.geteuid():
             self.close()
             raise PermissionError(f"{path!r} belongs to another user")
@@ -240,6 +254,8 @@ def process_state(pid: int) -> str:
 class Peer:
     """Reads one rank's file. By pread: reading a mapped file that was truncated would kill the process."""
 
+    is_fresh = True  # what is read is as it is now
+
     def __init__(self, file: int, rank: int, ranks: int) -> None:
         self._file, self._rank, self._ranks = file, rank, ranks
         self.inode = os.fstat(file).st_ino
@@ -294,6 +310,7 @@ class Peer:
             alive,
             left_ns != 0,
             pid,
+            sequence=sequence,
         )
 
     def note(self) -> Note | None:
@@ -306,7 +323,7 @@ class Peer:
             text = self._read(note_offset(self._ranks) + NOTE.size, length)
             if text and digest(text) == expected:  # otherwise it is being written
                 try:
-                    return _note(text)
+                    return read_note(text)
                 except (ValueError, TypeError):
                     return None
         return None
@@ -346,6 +363,25 @@ class Peer:
             if first == last and data == self._read(offset, ENTRY.size):  # twice the same: not torn
                 return Entry(first, label, step, bool(ended))
         return None
+
+    def recent(self) -> dict[str, list[Entry]]:
+        """The newest operations of every channel that was used, oldest first."""
+        found = {}
+        for name in filter(None, self._names()):
+            entries = ENTRY.iter_unpack(self.ring(name) or b"") if self._channel(name) else ()
+            begun = [Entry(n, label, step, bool(ended)) for n, label, step, ended, m in entries if n == m > 0]
+            if begun:
+                found[name] = sorted(begun)
+        return found
+
+    def members(self, channel: str) -> int:
+        """The ranks that take part in a channel, as a mask."""
+        found = self._channel(channel)
+        return found[1] if found else 0
+
+    def text(self, entry: Entry) -> tuple[str, str, str]:
+        """Channel, phase and unit of one of the rank's operations."""
+        return self._text(entry.label)
 
     def has_member(self, channel: str, rank: int) -> bool:
         found = self._channel(channel)
@@ -423,6 +459,24 @@ def _abandoned(folder: Folder, name: str) -> bool:
     magic, at_host, pid, start, *_ = HEADER.unpack(data)
     ours = magic[:6] == MAGIC[:6] and at_host == host()  # of any version of the format
     return bool(ours and start_time(pid) != start)
+
+
+def records_parent() -> str:
+    """Memory, where there is such a folder: written pages of a disk could stall the hot path."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def records_prefix() -> str:
+    """With which the names of this user's folders of records begin."""
+    return f"fullshard-{os.geteuid()}-"
+
+
+def remove_if_empty(path: str) -> None:
+    """Remove a folder of records, if no rank has one in it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(path) == [SHARED]:
+            os.unlink(os.path.join(path, SHARED))
+        os.rmdir(path)  # not through links, and only if it is empty
 
 
 def folder_for(parent: str, name: str) -> Folder:

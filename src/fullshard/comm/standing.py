@@ -1,15 +1,19 @@
-"""Where the ranks of this host stand when an operation does not complete: who is late, and what it does."""
+"""Where the other ranks stand when an operation does not complete: who is late, and what it does.
+
+Ranks of this host by their files, ranks of others by their hosts' summaries.
+"""
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass
 
 from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.host_summary import silent_hosts
 from fullshard.comm.recorder_files import Note, Peer, Place, cpu_time, process_state
-from fullshard.environment import launch
+from fullshard.environment import host_name, launch
 
+_MOST_NAMED = 16
 _BUSY = 0.2  # of a processor; threads that only serve connections use far less
 _STATES = {
     "T": "stopped by a signal (SIGSTOP, Ctrl-Z)",
@@ -20,14 +24,15 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Standing:
-    """One rank of this host, seen from another that waits in an operation."""
+    """One rank, seen from another that waits in an operation."""
 
     place: Place
     begun: bool  # it has issued the operation, or a later one
     state: str  # as in /proc
     used_s: float  # processor time of the process and of all that it started
     note: Note | None
-    read_s: float
+    read_s: float  # by the clock of its host
+    silent: bool = False  # nothing is heard of its host any more
 
     @property
     def stopped(self) -> bool:
@@ -36,13 +41,11 @@ class Standing:
     @property
     def late(self) -> bool:
         """It holds up the operation: it has not issued it, or cannot go on with it."""
-        return not self.place.alive or self.state in _STATES or not self.begun
+        return not self.place.alive or self.state in _STATES or not self.begun or self.silent
 
     def describe(self, earlier: Standing | None) -> str:
         """In a sentence; what it does is derived from the processor time since `earlier`."""
-        text = str(self.place).replace(
-            f"rank {self.place.rank}:", f"rank {self.place.rank} (pid {self.place.pid}):"
-        )
+        text = f"{self.place.who} (pid {self.place.pid}): {self.place.doing}"
         if not self.place.alive:
             return text
         text += f"; it is {self._doing(earlier)}"
@@ -60,8 +63,15 @@ class Standing:
 
 
 def standings(recorder: FlightRecorder, channel: str, number: int) -> dict[int, Standing]:
-    """All other ranks of this host that have a part in the operation. For any thread."""
+    """All other ranks that have a part in the operation and of which something is known. For any thread."""
     found = {}
+    for rank, remote in recorder.remote.items():
+        entry = remote.entry(channel, number)
+        if rank in recorder.others(channel) and entry is not None:
+            begun, row = entry.number >= number, remote.row
+            found[rank] = Standing(
+                remote.place(), begun, row.state, row.used_s, row.note, remote.clock_s, remote.is_silent
+            )
     for rank in sorted(recorder.others(channel).intersection(recorder.folder.ranks())):
         peer = Peer.open(recorder.folder, rank, recorder.ranks)
         if peer is None:
@@ -78,6 +88,16 @@ def standings(recorder: FlightRecorder, channel: str, number: int) -> dict[int, 
     return found
 
 
+def late_texts(recorder: FlightRecorder, now: dict[int, Standing], earlier: dict[int, Standing]) -> list[str]:
+    """Who holds up the operation, in a sentence each; hosts that are not heard of, with all their ranks."""
+    late = [standing for standing in now.values() if standing.late]
+    texts = [s.describe(earlier.get(s.place.rank)) for s in late if not s.silent]
+    if len(texts) > _MOST_NAMED:
+        texts = [*texts[:_MOST_NAMED], f"and {len(texts) - _MOST_NAMED} more ranks"]
+    remote = [recorder.remote.get(s.place.rank) for s in late if s.silent]
+    return texts + silent_hosts(peer for peer in remote if peer is not None)
+
+
 def warning(
     recorder: FlightRecorder, waited_s: float, now: dict[int, Standing], earlier: dict[int, Standing]
 ) -> str | None:
@@ -88,12 +108,12 @@ def warning(
         own.close()
     if place is None or not place.waiting:
         return None
-    late = [standing for standing in now.values() if standing.late]
-    if any(s.place.waiting and not s.late and s.place.rank < recorder.rank for s in now.values()):
+    waiting = [s.place for s in now.values() if s.place.waiting and not s.late and not s.place.host]
+    if any(other.rank < recorder.rank for other in waiting):
         return None  # the first rank of this host that waits reports it, for all
-    who = f"rank {place.rank} (pid {place.pid} on {socket.gethostname()})"
+    who = f"rank {place.rank} (pid {place.pid} on {host_name()})"
     here = f"{who} has waited {waited_s:.0f} s in {place.operation}"
-    texts = [s.describe(earlier.get(s.place.rank)) for s in late]
+    texts = late_texts(recorder, now, earlier)
     absent = sorted(recorder.others(place.channel) - now.keys())
     if absent and launch().local_ranks == launch().ranks:  # all on this host, so these have not come yet
         texts += [f"rank {rank} has not come to this call yet" for rank in absent[:8]]

@@ -12,14 +12,21 @@ import torch
 
 from fullshard.comm import monitor
 from fullshard.comm.ending import never_destroy
+<<<<<<< HEAD
 from fullshard.comm.flight_recorder import MUTUAL, FlightRecorder
 from fullshard.comm.standing import standings
+=======
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.host_summary import silent_hosts
+from fullshard.comm.standing import late_texts, standings
+>>>>>>> 9a22b05 (Ranks of other hosts are named like those of this one: hosts publish a signed summary per second in the run's store, and read the others' while a rank waits)
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
 _SEEN_BY_OTHERS_S = 1.5  # longer than _POLL: those who wait for this rank come to the same verdict
 _AFTER_STALL_S = 2.0  # for a save in the background, when training has stalled and a rank is stopped
+_HEARING_S = 8.0  # for summaries of other hosts, after a connection has failed
 _REMEDY = (
     "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
     "Decode and evaluate inside `with fs.inference(model):`, where numbers of passes may differ."
@@ -178,11 +185,10 @@ class Watchdog:
         timed_out = "imed out" in str(error) or "imeout" in str(error)
         if verdict is None and not timed_out:
             time.sleep(0.2)  # a rank that died with the connection is a zombie or gone by then
-            failure = f"the connection failed ({str(error).splitlines()[0]})"
-            verdict = self.recorder.verdict(channel, number) or failure
+            verdict = self._after_failure(error, channel, number)
         waited = time.monotonic() - begun
         if verdict is None and (failed or waited > self._limit_s(channel, number)):
-            late = [s.describe(None) for s in standings(self.recorder, channel, number).values() if s.late]
+            late = late_texts(self.recorder, standings(self.recorder, channel, number), {})
             verdict = f"nothing moved for {waited:.0f} s" + "".join(f"; late: {text}" for text in late)
             remedy = _REMEDY + _PATIENCE
         if verdict is None:
@@ -195,3 +201,16 @@ class Watchdog:
         )
         self.recorder.stalled = True
         raise self.stalled from None
+
+    def _after_failure(self, error: RuntimeError, channel: str, number: int) -> str:
+        """Why a connection failed: gloo names an address. Other hosts are heard of after seconds only."""
+        failure = f"the connection failed ({str(error).splitlines()[0]})"
+        deadline = time.monotonic() + (_HEARING_S if self.recorder.spans_hosts else 0.0)
+        while True:
+            if verdict := self.recorder.verdict(channel, number):
+                return verdict
+            if silent := silent_hosts(self.recorder.remote.values()):
+                return f"{failure}; {'; '.join(silent)}"
+            if time.monotonic() >= deadline:
+                return failure
+            time.sleep(0.2)

@@ -1,0 +1,113 @@
+"""A rank of another host that is stuck, gone or somewhere else: named by rank and host within seconds.
+
+Hosts are names here (`FULLSHARD_HOST`): ranks with different ones see nothing of each other but what goes
+through the store. Limits end a hang; times are printed with `-s`, not asserted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import hang_runs
+from hang_runs import Ended
+
+STALL_S = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str  # of hang_cases
+    hosts: str  # of the ranks, a letter each
+    victim: int
+    named: str  # in what a rank of another host prints: a warning, or its error
+    error: str = ""  # in the errors of all others; the same by default
+
+    def __str__(self) -> str:
+        return f"{self.name}, rank {self.victim} of {self.hosts}"
+
+    @property
+    def far(self) -> list[int]:
+        """The ranks of other hosts than the victim's."""
+        return [r for r, host in enumerate(self.hosts) if host != self.hosts[self.victim]]
+
+
+def late(rank: int, doing: str) -> str:
+    return rf"has waited \d+ s in .*Late: .*rank {rank} on node-\w \(pid \d+\): .*{doing}"
+
+
+SIGNAL, GONE, STILL = "stopped by a signal", "process has exited", "nothing moved for .*late: "
+SILENT = r"on node-\w: this host was not heard of for \d+ s"
+CASES = [
+    Case("killed", "abb", 1, f"Stalled: .*rank 1 on node-b: {GONE}", GONE),
+    Case("killed", "ab", 1, f"Stalled: .*rank 1 {SILENT}"),
+    Case("stopped", "abb", 1, late(1, SIGNAL), STILL + ".*" + SIGNAL),
+    Case("loop", "abb", 2, late(2, r"computing, at .*hang_cases.py:\d+ in loop"), STILL),
+    Case("leaves", "ab", 1, r"Stalled: .*rank 1 on node-b: (has left|process has exited)"),
+]
+MORE = [
+    Case("killed", "abb", 0, rf"Stalled: .*rank 0 (on node-a: {GONE}|{SILENT})"),
+    Case("stopped", "ab", 1, f"Late: rank 1 {SILENT}", STILL),
+    Case("out of memory", "abb", 2, rf"Stalled: .*rank 2 on node-b: (has left|{GONE})", "rank 2"),
+    Case("exits", "abb", 2, f"Stalled: .*rank 2 on node-b: {GONE}", "rank 2"),
+    Case("sleep", "abb", 1, late(1, "sleeping, or waiting.*in sleeps"), STILL),
+    Case("lock", "ab", 1, late(1, "sleeping, or waiting.*in locked"), STILL),
+    Case("stopped in backward", "abb", 2, late(2, SIGNAL), STILL),
+    Case("stopped in the optimizer", "aab", 2, late(2, SIGNAL) + "|" + SILENT, STILL),
+    Case("stopped in a save", "abb", 1, late(1, SIGNAL), STILL),
+    Case("forward alone", "ab", 1, r"rank 1 on node-b waits in torch.distributed.barrier .*none of them can"),
+    Case("two models", "ab", 1, "none of them can continue|rank 1 on node-b: has left"),
+]
+
+
+def _run(case: Case, folder: Path) -> Ended:
+    hosts = [f"node-{letter}" for letter in case.hosts]
+    return hang_runs.run(case.name, folder, STALL_S, (case.victim,), hosts, case.victim)
+
+
+def _problems(case: Case, ended: Ended) -> list[str]:
+    wrong = []
+    for rank, status in enumerate(ended.statuses):
+        if rank == case.victim:
+            continue
+        if status != 1:
+            wrong.append(f"{case}: rank {rank} ended with {status}:\n{ended.text(rank)}")
+        if not re.search(case.error or "Stalled|RankMismatch", ended.text(rank)):
+            wrong.append(f"{case}: rank {rank} raised no {case.error!r}:\n{ended.text(rank)}")
+    text = "\n".join(ended.text(rank) for rank in case.far)
+    if not re.search(case.named, text):
+        wrong.append(f"{case}: not named as {case.named!r}:\n{text}")
+    if case.name == "loop" and not re.search(r"stack of rank 2 on node-b:\n.*\n.*in loop", text):
+        wrong.append(f"{case}: no stack:\n{text}")
+    return wrong
+
+
+def _check(cases: list[Case], folder: Path, at_once: int) -> None:
+    if os.environ.get("HANGS"):
+        cases = [case for case in CASES + MORE if re.search(os.environ["HANGS"], str(case))]
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(_run, cases, [folder / str(number) for number in range(len(cases))]))
+    for case, ended in zip(cases, found, strict=True):
+        named = ended.first(case.named, case.far)
+        print(f"| {case} | {'-' if named is None else f'{named:.1f}'} | {ended.statuses} |")
+    # On a machine that is busy with other tests a rank may be late for other reasons: once more, alone.
+    suspects = [case for case, ended in zip(cases, found, strict=True) if _problems(case, ended)]
+    again = [(case, _run(case, folder / f"again-{number}")) for number, case in enumerate(suspects)]
+    wrong = [problem for case, ended in again for problem in _problems(case, ended)]
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_of_another_host_is_named_with_its_host_and_what_it_does(tmp_path: Path) -> None:
+    _check(CASES, tmp_path, at_once=5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_all_kinds_of_stuck_and_lost_ranks_of_other_hosts_are_named(tmp_path: Path) -> None:
+    _check(MORE, tmp_path, at_once=4)
