@@ -380,20 +380,18 @@ class FlightRecorder:
                 f"{theirs.who} began {theirs.operation} where rank {self.rank} began "
                 f"{mine.operation if mine else 'another operation'}"
             )
-        if elsewhere := self._elsewhere(channel, number):
-            return elsewhere
         ranks = sorted(self._channels[channel].others & self._known())
         missing = [place for rank in ranks if (place := self._missing(rank, channel, number))]
         if missing:  # one that was killed has not left because another was
             return str(min(missing, key=lambda place: place.alive))
-        return self._mutual_wait(channel, number)
+        return self._mutual_wait(channel, number) or self._elsewhere(channel, number)
 
     def _elsewhere(self, channel: str, number: int) -> str | None:
         """A rank that waits in another place for this one, which is blocked here.
 
         That is a collective of torch.distributed that the script called and that needs this rank, or an
         operation of another sharded model that this rank has not begun. Definite: this rank's thread does
-        nothing but wait here, and takes part in neither. Also if that rank noticed it first, and has ended.
+        nothing but wait here, and takes part in neither.
         """
         me = self._place(self.rank)
         if me is None or not me.waiting or me.since_s < _ELSEWHERE_S:
@@ -401,19 +399,13 @@ class FlightRecorder:
         for rank in sorted(self._channels[channel].others & self._known()):
             place, peer = self._place(rank), self._peer(rank)
             entry = peer.entry(channel, number) if peer else None
-            if place is None or peer is None or entry is None or entry.number >= number:
+            if place is None or not place.alive or peer is None or entry is None or entry.number >= number:
                 continue
             note = peer.note()
             if note is not None and peer.is_fresh and (where := self._needs_this_rank(note)):
                 return (
-<<<<<<< HEAD
-                    f"rank {rank} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
-                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun{MUTUAL}"
-=======
                     f"{place.who} waits in {where} (at {note.at}), which rank {self.rank} has not called, "
-                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun: "
-                    "none of them can continue"
->>>>>>> 9a22b05 (Ranks of other hosts are named like those of this one: hosts publish a signed summary per second in the run's store, and read the others' while a rank waits)
+                    f"and rank {self.rank} in {me.operation}, which rank {rank} has not begun{MUTUAL}"
                 )
         return None
 

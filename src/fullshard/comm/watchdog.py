@@ -12,19 +12,15 @@ import torch
 
 from fullshard.comm import monitor
 from fullshard.comm.ending import never_destroy
-<<<<<<< HEAD
 from fullshard.comm.flight_recorder import MUTUAL, FlightRecorder
-from fullshard.comm.standing import standings
-=======
-from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.host_summary import silent_hosts
 from fullshard.comm.standing import late_texts, standings
->>>>>>> 9a22b05 (Ranks of other hosts are named like those of this one: hosts publish a signed summary per second in the run's store, and read the others' while a rank waits)
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.errors import RankMismatch, Stalled
 
 _POLL = timedelta(seconds=1)
 _SEEN_BY_OTHERS_S = 1.5  # longer than _POLL: those who wait for this rank come to the same verdict
+_SEEN_BY_OTHER_HOSTS_S = 3.5  # a summary is written and read once per second each
 _AFTER_STALL_S = 2.0  # for a save in the background, when training has stalled and a rank is stopped
 _HEARING_S = 8.0  # for summaries of other hosts, after a connection has failed
 _REMEDY = (
@@ -194,7 +190,8 @@ class Watchdog:
         if verdict is None:
             return
         if verdict.endswith(MUTUAL):
-            time.sleep(_SEEN_BY_OTHERS_S)  # else they would only see that this process has exited
+            # Else they would only see that this process has exited.
+            time.sleep(_SEEN_BY_OTHER_HOSTS_S if self.recorder.spans_hosts else _SEEN_BY_OTHERS_S)
         places = "; ".join(str(p) for p in self.recorder.places() if p is not None)
         self.stalled = Stalled(
             f"an operation that the other ranks will not complete: {verdict}. Places: {places}", remedy
