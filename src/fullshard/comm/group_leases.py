@@ -20,7 +20,9 @@ from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.host_group import HostGroup, leases_by_grid, new_group
 from fullshard.comm.tags import OpTag
 
-_MANY = 4  # sets of groups, from which on it is worth looking for models that are gone but not collected
+# Numbers of sets of groups at which it is worth looking for models that are gone but not collected. Not at
+# all from the first on: where the models are alive, that took half a second of each fs.shard.
+_MANY = frozenset(4 * 2**doublings for doublings in range(20))
 
 
 class Lease:
@@ -61,7 +63,7 @@ def lease_groups(grid: Hashable, agreement: HostGroup) -> Lease:
         leases = []
         leases_by_grid[grid] = dist.group.WORLD, leases
     lease = _free_on_all(leases, agreement) if leases else None
-    if lease is None and len(leases) >= _MANY:
+    if lease is None and len(leases) in _MANY:
         for _ in range(2):  # a model is part of cycles; the first time frees the graph that holds it
             gc.collect()
         lease = _free_on_all(leases, agreement)

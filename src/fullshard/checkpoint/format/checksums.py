@@ -7,6 +7,7 @@ reads back what others wrote, and gaps and overlaps between pieces are detected 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,17 +81,23 @@ def join(file: str, pieces: Sequence[Pieces], size_bytes: int, block_bytes: int)
 
 def _shift(crcs: npt.NDArray[np.uint32], zero_bytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
     """Each CRC as if that many zero bytes followed, without CRC-32's initial and final inversion."""
-    shifted = crcs.copy()
-    power = np.uint32(1 << 30)  # x; squared three times it is x^8, one byte
-    for _ in range(3):
-        power = _multiply(power, np.array([power], np.uint32))[0]
-    remaining = zero_bytes.copy()
+    shifted, remaining, doublings = crcs.copy(), zero_bytes.copy(), 0
     while remaining.any():
         odd = np.flatnonzero(remaining & np.uint64(1))
-        shifted[odd] = _multiply(power, shifted[odd])
-        power = _multiply(power, np.array([power], np.uint32))[0]
+        if len(odd):
+            shifted[odd] = _multiply(_shift_of(doublings), shifted[odd])
         remaining >>= np.uint64(1)
+        doublings += 1
     return shifted
+
+
+@functools.cache
+def _shift_of(doublings: int) -> np.uint32:
+    """The factor for 2^doublings zero bytes: x^8 for one byte, squared so many times."""
+    if doublings == -3:
+        return np.uint32(1 << 30)  # x
+    half = _shift_of(doublings - 1)
+    return np.uint32(_multiply(half, np.array([half], np.uint32))[0])
 
 
 def _multiply(factor: np.uint32, values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
