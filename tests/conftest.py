@@ -51,31 +51,16 @@ settings.load_profile("any machine")
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
 torch.set_num_threads(1)
 
-# Files that take minutes, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
-LONGEST_FIRST = (
-    "test_hangs",
-    "test_documents",
-    "test_numbers",
-    "test_small_models",
-    "test_plan_command",
-    "test_examples",
-    "test_offload_lightning",
-    "test_slow_link",
-    "test_offload_use",
-    "test_checkpoint_hugging_face",
-    "test_checkpoint_crash",
-    "test_tensor_parallel_use",
-    "test_train_command",
-    "test_checkpoint_any",
-    "test_hostile_files",
-    "test_two_nodes",
-    "test_checkpoint_command",
-    "test_cli_launch",
-    "test_optimizers",
-    "test_blocks",
-    "test_tensor_parallel",
-    "test_checkpoint_failures",
-)
+# Files by what they take, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
+LONGEST_FIRST = """
+    hangs documents plan_command numbers nodes tensor_parallel_use small_models
+    checkpoint_hugging_face optimizers checkpoint_any checkpoint_crash activation_offload
+    plan_offload cli_launch onnx inference_generate examples resume train_command offload
+    checkpoint_command checkpoint_failures blocks checkpoint_dcp checkpoint_optimizers behaviours
+    tensor_parallel zoo hf_options train hf_trainer inference penalties memory checkpoint_fuzz
+    writes_in_forward wire offload_use hostile_files operations_under_way torch_fsdp2
+    torch_fsdp2_modules offload_torch_fsdp lightning_checkpoints blocks_calls
+"""
 
 
 def pytest_collection_finish() -> None:
@@ -84,7 +69,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 

@@ -190,9 +190,10 @@ CASES = {f"returns {kind}": Case(returning(kind)) for kind in RETURNS} | {
 
 
 def _strategies(name: str, every: bool) -> list[str]:
-    """The first, and every other one or one of them in turn."""
+    """The first, and every other one, or for two of three cases one of them in turn."""
     first, *others = STRATEGIES
-    return [first, *(others if every else [others[list(CASES).index(name) % len(others)]])]
+    turn = list(CASES).index(name) % (len(others) + 1)
+    return [first, *(others if every else others[turn : turn + 1])]
 
 
 def _train_cases(names: list[str], every: bool) -> dict[str, dict[str, Outcome] | str]:

@@ -99,7 +99,7 @@ def _check_pair(found: Any, same: bool, rank: int, what: str) -> None:
 
 @pytest.mark.parametrize("files", ["shared", pytest.param("parts", marks=pytest.mark.long)])
 def test_checkpoint_of_any_number_of_ranks_loads_on_any_other(tmp_path: Path, files: str) -> None:
-    counts = (1, 2, 3, 4) if files == "shared" else (1, 3, 5)
+    counts = (1, 2, 3) if files == "shared" else (1, 3, 5)  # all pairs of more: the plan below, and long
     _check_pairs(counts, tmp_path, files)
     for count in counts if files == "shared" else ():
         folder = tmp_path / f"from-{count}"
@@ -241,7 +241,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _between(
-    root: Path, variants: dict[str, dict[str, Any]], files: str = "auto", targets: int = 2
+    root: Path, variants: dict[str, dict[str, Any]], files: str = "auto", targets: int = 1
 ) -> dict[str, list[str]]:
     """Save with every variant, load each with the next ones; what was wrong, by pair."""
     import fullshard as fs
@@ -301,7 +301,7 @@ UNITS_CHOSEN: dict[str, dict[str, Any]] = {
 @tables.some("files", ["shared", "parts", "several"], "several")
 def test_checkpoint_of_any_units_loads_with_others(tmp_path: Path, files: str) -> None:
     for found in ranks.run(_between, 2, tmp_path, UNITS_CHOSEN, files, timeout_s=120):
-        assert len(found) == len(UNITS_CHOSEN) * 2
+        assert len(found) == len(UNITS_CHOSEN)
         assert {pair: wrong for pair, wrong in found.items() if wrong} == {}
     count = len(list((tmp_path / "blocks").glob("model-*.safetensors")))
     assert (count > 2) == (files == "several")

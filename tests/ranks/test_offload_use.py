@@ -226,11 +226,13 @@ USES: dict[str, Run] = {
 OPTIONS = ({"precision": "bf16"}, {"strategy": "zero2"}, {"strategy": "replicate"})
 
 
-def _use(num_ranks: int, every_pair: bool, folder: Path) -> None:
-    """Each use under every offload; unless `every_pair`, under one of the options, in turn."""
+def _use(num_ranks: int, every_option: bool, every_offload: bool, folder: Path) -> None:
+    """Each use under every option and every offload, or under one of them, in turn."""
     for turn, name in enumerate(USES):
-        for options in OPTIONS if every_pair else OPTIONS[turn % len(OPTIONS) :][:1]:
-            compare(name, options, offloads(num_ranks, options, folder), folder)
+        for options in OPTIONS if every_option else OPTIONS[turn % len(OPTIONS) :][:1]:
+            chosen = offloads(num_ranks, options, folder)
+            chosen = chosen if every_offload else chosen[turn % len(chosen) :][:1]
+            compare(name, options, chosen, folder)
             ranks.end_groups_of_models()
 
 
@@ -253,15 +255,18 @@ def compare(name: str, options: dict[str, Any], chosen: list[Any], folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "every_pair"),
+    ("num_ranks", "every_option", "every_offload"),
     [
-        (2, False),
-        pytest.param(1, True, marks=pytest.mark.long),
-        pytest.param(2, True, marks=pytest.mark.long),
+        (1, False, True),
+        (2, False, False),
+        pytest.param(1, True, True, marks=pytest.mark.long),
+        pytest.param(2, True, True, marks=pytest.mark.long),
     ],
 )
-def test_every_use_of_a_model_leaves_the_same_bits(num_ranks: int, every_pair: bool, tmp_path: Path) -> None:
-    ranks.run(_use, num_ranks, num_ranks, every_pair, tmp_path, timeout_s=120)
+def test_every_use_of_a_model_leaves_the_same_bits(
+    num_ranks: int, every_option: bool, every_offload: bool, tmp_path: Path
+) -> None:
+    ranks.run(_use, num_ranks, num_ranks, every_option, every_offload, tmp_path, timeout_s=120)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------
