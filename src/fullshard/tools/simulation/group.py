@@ -122,7 +122,15 @@ class SimulatedGroup(_Group):  # type: ignore[misc, unused-ignore]
     def alltoall_base(
         self, output: torch.Tensor, source: torch.Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Carried:
-        """Every rank sends to this one what this one sends to itself: its own interval, with the padding."""
+        """Every rank sends to this one what this one sends to itself: its own interval, with the padding.
+
+        With sizes, parts are as different as the ranks: what arrives is as much of what is sent, then zeros.
+        """
+        if out_sizes:
+            common = min(output.numel(), source.numel())
+            output[common:].zero_()
+            larger = output if output.numel() > source.numel() else source
+            return self._carry("all-to-all", larger, output[:common], source[:common], None)
         return self._carry("all-to-all", source, output, self._own_part(source), None)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Carried:
