@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable
@@ -325,23 +326,17 @@ def _between_precisions(root: Path) -> dict[tuple[str, str], Any]:
         paint(model, optimizer)
         fs.save(root / name, model, optimizer)
     found = {}
-    for name, model in models.items():
-        for source in PRECISIONS:
-            for optimizer in (
-                trained(model),
-                adamw(model.parameters()),
-            ):  # with state of its own, and without
-                notes = load(root / source, model, optimizer).notes
-                state = whole_state(model, optimizer)
-                wrong = [
-                    n
-                    for n, v in state.items()
-                    if not reference.bitwise(v, _cast(n, v, PRECISIONS[source][0]))
-                ]
-                model(torch.randn(4, WIDTH)).backward()
-                optimizer.step()  # and it can go on
-                optimizer.zero_grad()
-                found[source, name] = wrong, notes
+    for number, (source, (name, model)) in enumerate(itertools.product(PRECISIONS, models.items())):
+        # With state of its own and without, in turn.
+        optimizer = trained(model) if number % 2 else adamw(model.parameters())
+        notes = load(root / source, model, optimizer).notes
+        state = whole_state(model, optimizer)
+        stored = PRECISIONS[source][0]
+        wrong = [n for n, v in state.items() if not reference.bitwise(v, _cast(n, v, stored))]
+        model(torch.randn(4, WIDTH)).backward()
+        optimizer.step()  # and it can go on
+        optimizer.zero_grad()
+        found[source, name] = wrong, notes
     return found
 
 
