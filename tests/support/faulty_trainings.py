@@ -149,7 +149,92 @@ def right_two_losses() -> None:
         model.train()
 
 
+def right_with_a_penalty_and_edits() -> None:
+    """A penalty on parameters, weights that are edited between steps, an evaluation after that."""
+    model = sharded(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = F.mse_loss(model(x), y) + 0.1 * model(2 * x).square().mean()
+        (loss + 0.01 * fs.penalty(model, lambda _, parameter: parameter.square())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with fs.full(model):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.999)
+        with fs.inference(model):
+            model(x)
+
+
+class Routed(nn.Module):
+    """Keeps a loss of its own in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.aux = out.square().mean()
+        return out
+
+
+def right_losses_of_one_graph() -> None:
+    """Losses that modules keep, and several backwards through one graph from one line."""
+    model = sharded(Model(Routed()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step)
+        out = model(x)
+        for loss in (F.mse_loss(out, y), model.blocks[0][2].aux):  # type: ignore[index, union-attr]
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def right_adversaries() -> None:
+    """Two models, whose optimizers step in turn."""
+    first, second = sharded(Model()), sharded(Model())
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (first, second)]
+    for step in range(STEPS):
+        x, _ = batch(step)
+        made = x * first(x)
+        F.softplus(-second(x)).mean().backward()
+        F.softplus(second(made.detach())).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        F.softplus(-second(made)).mean().backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 # ---- wrong
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))  # type: ignore[operator]
+        return x - self.mean.detach()  # type: ignore[operator]
+
+
+def own_statistics() -> None:
+    loop(sharded(Model(Averaging())))
+
+
+def one_dataset_shuffled_by_each_rank() -> None:
+    data = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(rank()))
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = data[order[step * BATCH : (step + 1) * BATCH]]
+        return F.mse_loss(model(x), x.sum(1, keepdim=True).tanh())
+
+    loop(sharded(Model()), loss_of)
 
 
 def same_data() -> None:
@@ -471,6 +556,11 @@ EXPECTED: dict[str, list[str]] = {
     "right_masked_tokens": [],
     "right_two_losses": [],
     "right_tied": [],
+    "right_with_a_penalty_and_edits": [],
+    "right_losses_of_one_graph": [],
+    "right_adversaries": [],
+    "own_statistics": ["buffer-differs-between-ranks"],
+    "one_dataset_shuffled_by_each_rank": ["same-data-on-ranks"],
     "same_data": ["same-data-on-ranks"],
     "same_data_in_another_order": ["same-data-on-ranks"],
     "sum_of_losses": ["loss-is-a-sum"],

@@ -37,7 +37,9 @@ def of_kind(events: Sequence[Event], *kinds: str) -> list[Event]:
 
 
 def training_calls(events: Sequence[Event]) -> list[Event]:
-    return [event for event in of_kind(events, "call") if event["trains"]]
+    """Calls with gradients in train mode; where there are none, those in any mode."""
+    calls = [event for event in of_kind(events, "call") if event["grad"]]
+    return [event for event in calls if event["trains"]] or calls
 
 
 def _close(a: float, b: float, within: float = _CLOSE) -> bool:
@@ -77,7 +79,7 @@ def same_data(examined: Examination) -> Iterator[Finding]:
             return
         rows, others = _first_rows(calls[i]), _first_rows(calls[j])
         shared = [row for row in others if row in set(rows)]
-        if len(shared) >= 4 and len(shared) * 2 > len(others):
+        if len(shared) >= 3 and len(shared) > 0.15 * len(others):
             detail = f"{len(shared)} of {len(others)} samples of rank {j} are also read by rank {i}"
             yield Finding("same-data-on-ranks", detail)
             return
@@ -87,11 +89,12 @@ def _draws_by_call(events: Sequence[Event]) -> list[list[Event]]:
     """Random draws inside each training call."""
     calls: list[list[Event]] = []
     inside: list[Event] = []
+    counted = {id(call) for call in training_calls(events)}
     for event in events:
         if event["kind"] == "draw" and event["inside"]:
             inside.append(event)
         elif event["kind"] == "call":
-            if event["trains"]:
+            if id(event) in counted:
                 calls.append(inside)
             inside = []
     return calls
@@ -202,7 +205,8 @@ def loss_is_a_sum(examined: Examination) -> Iterator[Finding]:
     for events in examined.sharded:
         for step in _steps(events):
             micro = _micro_batches(events, step)
-            rows = min(_rows(events, step), _rows_in_the_loss(examined, step))
+            own = min((one["rows"] for one in micro if one["rows"] is not None), default=float("inf"))
+            rows = min(_rows(events, step), own, _rows_in_the_loss(examined, step))
             for term in filter(None, (_main_term(backward) for backward in micro)):
                 divisor = term.divisor / len(micro) if term.divisor >= len(micro) else term.divisor
                 if term.kind == "sum" and 1 < rows <= term.count and divisor < 0.98 * rows:
@@ -213,11 +217,14 @@ def loss_is_a_sum(examined: Examination) -> Iterator[Finding]:
 
 def uneven_mean(examined: Examination) -> Iterator[Finding]:
     for step in _steps(examined.sharded[0]):
-        divisors: dict[int, list[tuple[int, float, float]]] = {}
+        divisors: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
         for rank, events in enumerate(examined.sharded):
-            for backward in _micro_batches(events, step):
+            micro = _micro_batches(events, step)
+            calls = [call for call in training_calls(events) if call["step"] == step]
+            for place, backward in enumerate(micro):
+                key = 0 if len(calls) >= len(micro) else place  # several losses of one forward
                 for index, term in enumerate(_terms(backward)):
-                    divisors.setdefault(index, []).append((rank, term.divisor, term.count))
+                    divisors.setdefault((key, index), []).append((rank, term.divisor, term.count))
         for found in divisors.values():
             low, high = min(found, key=lambda one: one[1]), max(found, key=lambda one: one[1])
             if high[1] > low[1] * (1 + _CLOSE) and max(one[2] for one in found) > 1:
@@ -233,6 +240,14 @@ def _main_term(backward: Event) -> _Term | None:
     return max(_terms(backward), key=lambda term: (term.count, term.kind == "mean"), default=None)
 
 
+def _share(backward: Event) -> float:
+    """What a micro-batch counts in the sum of gradients: 1 if it is a mean of its own."""
+    term = _main_term(backward)
+    if term is None or term.kind == "mean" or backward["rows"] is None:
+        return _mean_factor(backward)
+    return float(backward["rows"] / term.divisor)
+
+
 def _mean_factor(backward: Event) -> float:
     """Of the largest term that is a mean."""
     return max((abs(term.factor) for term in _terms(backward) if term.kind == "mean"), default=0.0)
@@ -242,10 +257,8 @@ def accumulation_without_division(examined: Examination) -> Iterator[Finding]:
     for events in examined.sharded:
         for step in _steps(events):
             micro = _micro_batches(events, step)
-            largest = [
-                max((abs(t.factor) for t in _terms(b) if t.kind == "mean"), default=0.0) for b in micro
-            ]
-            if len(micro) < 2 or not all(_close(one, 1.0) for one in largest):
+            calls = [call for call in training_calls(events) if call["step"] == step]
+            if min(len(micro), len(calls)) < 2 or not all(_close(_share(one), 1.0) for one in micro):
                 continue
             norms = [e["norm"] for e in of_kind(events, "gradients", "step begins") if e["step"] == step]
             divided = len(norms) > 1 and norms[-2] and _close(norms[-1] / norms[-2], 1 / len(micro))

@@ -82,6 +82,7 @@ class Recorder:
         self._patches.replace(clip_grad, "clip_grad_norm_", self._clipping)
         self._patches.replace(recomputation, "checkpoint", self._recomputing)
         self._ours.replace(api, "shard_with", self._sharding)
+        self._ours.replace(api, "penalty", self._penalising)
         self._ours.replace(saving, "save", self._saving)
         self._ours.replace(loading, "load", self._loading)
         if self._overlay is not None:
@@ -195,6 +196,16 @@ class Recorder:
             return output
 
         return __call__
+
+    def _penalising(self, original: Any) -> Any:
+        def penalty(model: nn.Module, term: Any) -> torch.Tensor:
+            value: torch.Tensor = original(model, term)
+            for watched in self._watched:
+                if watched.model is model:
+                    watched.penalised(value, term)
+            return value
+
+        return penalty
 
     # ---- random numbers
 
@@ -334,7 +345,7 @@ class Recorder:
                     tensor="the norm of all gradients",
                     unit="",
                     apart=apart if apart == apart else 0.0,
-                    allowed=watched.forward_tolerance,
+                    allowed=watched.exact_tolerance,
                 )
             return norm
 

@@ -100,10 +100,11 @@ class Reference:
                     own.register_forward_hook(_output_cast(outputs))
 
     def set_parameters(self, values: dict[str, torch.Tensor | None]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                if value is not None:
-                    self.parameters[name].copy_(value.to(self.parameters[name].dtype))
+        """Only what differs, and unseen by autograd: graphs of earlier calls may still go back."""
+        for name, value in values.items():
+            own = self.parameters[name].data
+            if value is not None and not torch.equal(own, new := value.to(own.device, own.dtype)):
+                own.copy_(new)
 
     def follow(self, model: nn.Module) -> None:
         """Take over buffers, modes and what trains."""
@@ -111,8 +112,8 @@ class Reference:
         with torch.no_grad():
             for name, buffer in model.named_buffers(remove_duplicate=False):
                 own = buffers.get(name)
-                if own is not None and own.shape == buffer.shape and not own.is_meta:
-                    own.copy_(buffer)
+                if own is not None and own.shape == buffer.shape and not torch.equal(own, buffer):
+                    own.data.copy_(buffer)
         for name, module in model.named_modules():
             if name in self.modules:
                 self.modules[name].__dict__.update(_plain_state(module))
@@ -120,22 +121,22 @@ class Reference:
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 if id(parameter) not in sharded and name in self.parameters:  # one that fs.shard ignores
-                    self.parameters[name].copy_(parameter)
+                    self.parameters[name].data.copy_(parameter)
         for parameter, lane, index in self._runtime.places():
             self.parameters[lane.layout.pieces[index].name].requires_grad_(parameter.requires_grad)
 
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """What a forward changes in modules, buffers and plain attributes, is undone afterwards."""
+    def state(self) -> Callable[[], None]:
+        """What a forward changes in modules: buffers and plain attributes. Calling it sets them back."""
         buffers = [(b, b.clone()) for b in self.module.buffers()]
         states = [(module, _plain_state(module)) for module in self.module.modules()]
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             for buffer, before in buffers:
                 buffer.data.copy_(before)
             for module, state in states:
                 module.__dict__.update(state)
+
+        return restore
 
     def compute(self, name: str, args: Any, kwargs: Any, state: RandomState, keep: bool) -> Computed:
         """Forward of one of its modules from given random numbers. With `keep`, what it keeps is watched."""
@@ -176,6 +177,12 @@ class Reference:
 
     def _attributes(self) -> list[torch.Tensor]:
         return results_in_attributes(self.module)
+
+    def penalty(self, term: Callable[[str, torch.Tensor], Any], names: Sequence[str]) -> torch.Tensor:
+        """What fs.penalty is for the copy's parameters."""
+        with running():
+            terms = [torch.as_tensor(term(name, self.parameters[name])).sum() for name in names]
+            return torch.stack([one.float() for one in terms]).sum()
 
     def backward(self, results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         with running():

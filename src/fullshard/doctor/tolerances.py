@@ -13,7 +13,9 @@ import torch
 
 from fullshard.precision import LaneDtypes
 
-_MARGIN = 32  # of rounding units: kernels may sum in another order, and errors are not independent
+# Of rounding units. In fp32 kernels may sum in another order; sums of coarser dtypes are fp32 inside kernels,
+# and only what is stored rounds.
+_MARGIN, _COARSE_MARGIN = 32, 4
 _TF32 = 2.0**-11
 _EIGHT_BIT = 1 / 254  # half a step of a block of 8-bit values
 # A gradient that is zero but for rounding (of an attention's key bias) is compared with its unit's instead.
@@ -38,7 +40,8 @@ def coarsest(lanes: list[LaneDtypes], device: torch.device, gradients: bool) -> 
 
 
 def tolerance(unit: float, depth: int) -> float:
-    return min(0.5, _MARGIN * unit * sqrt(max(1, depth)))
+    margin = _MARGIN if unit <= rounding(torch.float32) else _COARSE_MARGIN
+    return min(0.5, max(_MARGIN * rounding(torch.float32), margin * unit) * sqrt(max(1, depth)))
 
 
 def difference(here: torch.Tensor, there: torch.Tensor, floor: float = 0.0) -> float:

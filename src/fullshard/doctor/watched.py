@@ -70,6 +70,7 @@ class Watched:
         depth = max(1, len(self.points))
         lanes = [lane.dtypes for lane in self.runtime.lanes]
         device = self.runtime.comm.device
+        self.exact_tolerance = tolerances.tolerance(tolerances.rounding(torch.float32), depth)
         self.forward_tolerance = tolerances.tolerance(tolerances.coarsest(lanes, device, False), depth)
         self.gradient_tolerance = tolerances.tolerance(
             tolerances.coarsest(lanes, device, True), depth + self._group.ranks
@@ -127,8 +128,7 @@ class Watched:
 
     def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names[module]
-        trains = torch.is_grad_enabled() and self.model.training
-        if trains and name == "":
+        if torch.is_grad_enabled() and name == "":
             self.synchronise()
         inputs = [(t, fingerprint(t), t._version) for t in tensors_in((args, kwargs))]
         self.call = Call(name, cloned(args), cloned(kwargs), RandomState(self.model), inputs)
@@ -169,29 +169,38 @@ class Watched:
             "call",
             module=call.name,
             trains=trains,
+            grad=torch.is_grad_enabled(),
             inputs=described((call.args, call.kwargs)),
             random=call.state.digest(),
             draws_random=call.state.digest() != after.digest(),
         )
-        if self.reference is None:
+        if self.reference is None or not torch.is_grad_enabled():
             return
-        with_grad = torch.is_grad_enabled()
+        before = self.reference.state()
         computed = call.computed = self.reference.compute(
-            call.name, cloned(call.args), cloned(call.kwargs), call.state, with_grad
+            call.name, cloned(call.args), cloned(call.kwargs), call.state, True
         )
         self._compare_outputs(call, computed, output)
         self._compare_buffers()
-        if not with_grad:
-            return
         if self.reference.note_custom_functions(computed):
             custom = {name: sorted(found) for name, found in self.reference.custom.items()}
             self.note("custom functions", modules=custom)
         if self._num_calls < _REPEATED_CALLS:
-            self._repeat(call, computed)
+            self._repeat(call, computed, before)
         self._num_calls += 1
         own = [t for t in tensors_in(output) if t.requires_grad]
         beside = results_in_attributes(self.model)
         self._watch_gradients(call, own + beside)
+        self.calls.append(call)
+
+    def penalised(self, value: torch.Tensor, term: Callable[[str, torch.Tensor], Any]) -> None:
+        """A penalty on the parameters that the script adds to its loss: the copy's own goes back with it."""
+        if self.reference is None or not value.requires_grad:
+            return
+        names = [name for name, _ in self.model.named_parameters() if name in self.reference.parameters]
+        own = self.reference.penalty(term, names)
+        call = Call("", (), {}, RandomState(), [], computed=Computed(own, [], [], [own]))
+        self._watch_gradients(call, [value])
         self.calls.append(call)
 
     def _watch_gradients(self, call: Call, results: list[torch.Tensor]) -> None:
@@ -238,13 +247,13 @@ class Watched:
                 apart = tolerances.difference(buffer, own[name])
                 self._compared("buffer", name, self.unit_of(name), apart, self.forward_tolerance)
 
-    def _repeat(self, call: Call, computed: Computed) -> None:
+    def _repeat(self, call: Call, computed: Computed, before: Callable[[], None]) -> None:
         """The same call of the copy once more: whatever differs is not determined by its inputs."""
         assert self.reference is not None
-        with self.reference.unchanged():
-            again = self.reference.compute(
-                call.name, cloned(call.args), cloned(call.kwargs), call.state, False
-            )
+        after = self.reference.state()
+        before()
+        again = self.reference.compute(call.name, cloned(call.args), cloned(call.kwargs), call.state, False)
+        after()
         for (name, first), (_, second) in zip(computed.inner, again.inner, strict=False):
             if not all(_same(a, b) for a, b in zip(first, second, strict=False)):
                 self.note("not repeatable", module=name, unit=self.unit_of(name))
@@ -417,8 +426,8 @@ class Watched:
             parameter.grad = None
             if value is not None and id(parameter) in held:
                 apart = tolerances.difference(value, parameter)
-                allowed = tolerances.tolerance(tolerances.rounding(torch.float32), len(self.points))
-                self._compared("parameter", name, self.unit_of_parameter(name), apart, allowed)
+                unit = self.unit_of_parameter(name)
+                self._compared("parameter", name, unit, apart, self.exact_tolerance)
 
     def state_of_copies(self) -> dict[str, list[Any]]:
         """Of each parameter: the range of elements that this rank holds, and their fingerprint."""
