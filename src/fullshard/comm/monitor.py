@@ -61,8 +61,8 @@ class _Watch:
     hosts: HostWatch
     sequence: int = -1
     quiet_s: float = 0.0
-    frame: tuple[int, int] = (0, 0)
-    frame_since_ns: int = 0
+    place: tuple[Any, ...] = ()  # where the script stands: a frame, or operations that it is blocked in
+    place_since_ns: int = 0
     next_warning_s: float = WARN_S
     warned: bool = False
     earlier: dict[int, Standing] = field(default_factory=dict)
@@ -174,18 +174,19 @@ def _print_stacks(recorder: FlightRecorder, state: _Watch) -> None:
 
 def _own_note(recorder: FlightRecorder, state: _Watch) -> Note:
     frame = sys._current_frames().get(recorder.thread)
-    key = (id(frame), frame.f_lasti) if frame is not None else (0, 0)
-    now_ns = time.monotonic_ns()
-    if key != state.frame:
-        state.frame, state.frame_since_ns = key, now_ns
     name, members = _collective(frame)
-    waits = [
+    waits = tuple(
         (other.folder.key, *blocked)
         for other in list(_watched)
         if other.thread == recorder.thread and (blocked := other.blocked_in) is not None
-    ]
+    )
+    # A wait of ours calls torch again every second: it is known by its operation, not by its frame.
+    place = waits or ((id(frame), frame.f_lasti) if frame is not None else ())
+    now_ns = time.monotonic_ns()
+    if place != state.place:
+        state.place, state.place_since_ns = place, now_ns
     stack = _stack(recorder.thread)
-    return Note(_line(frame), name, members, tuple(waits), state.frame_since_ns, now_ns, stack)
+    return Note(_line(frame), name, members, waits, state.place_since_ns, now_ns, stack)
 
 
 def _stack(first: int) -> str:
