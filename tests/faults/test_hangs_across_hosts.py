@@ -50,7 +50,14 @@ CASES = [
     Case("loop", "abb", 2, late(2, r"computing, at .*hang_cases.py:\d+ in loop"), STILL),
     Case("leaves", "ab", 1, r"Stalled: .*rank 1 on node-b: (has left|process has exited)"),
 ]
+DIFFERENT = "different operations: |began .* where rank|has not begun"
 MORE = [
+    Case("extra pass in evaluation", "abb", 1, DIFFERENT, "nothing was updated"),
+    Case("another unit", "ab", 1, DIFFERENT, "nothing was updated"),
+    Case(
+        "micro-batches", "ab", 1, "numbers of micro-batches: rank 1 has more to come", "nothing was updated"
+    ),
+    Case("extra step", "ab", 1, "rank 1 on node-b: has left the run"),
     Case("killed", "abb", 0, rf"Stalled: .*rank 0 (on node-a: {GONE}|{SILENT})"),
     Case("stopped", "ab", 1, f"Late: rank 1 {SILENT}", STILL),
     Case("out of memory", "abb", 2, rf"Stalled: .*rank 2 on node-b: (has left|{GONE})", "rank 2"),

@@ -7,8 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.comm.step_report import StepReport
+from fullshard.comm.step_report import StepReport, first_difference
 from fullshard.errors import RankMismatch
+
+
+class _Recorder:
+    spans_hosts = False
+
+    def channels(self) -> list[str]:
+        return ["gather", "reduce"]
+
+    def trail(self, channels: list[str]) -> int:
+        return len(channels)
 
 
 class _Ranks:
@@ -23,7 +33,8 @@ class _Ranks:
             device=torch.device("cpu"),
             world_rank=rank,
             replicas=2,  # waits for the maximum
-            watchdog=SimpleNamespace(profiled=False),
+            two_level=False,
+            watchdog=SimpleNamespace(profiled=False, host_waits=True, recorder=_Recorder()),
             world=SimpleNamespace(members=members),
             max_everywhere=self.messages.append,
         )
@@ -49,7 +60,7 @@ def test_one_rank_that_steps_differently_is_named_however_many_there_are(count: 
                 else:
                     report._sums[2] += 1  # another learning rate
         ranks.exchange()
-        assert ranks.messages[0].numel() <= 2 + 64 * 28
+        assert ranks.messages[0].numel() <= 2 + 64 * 36
         for report in ranks.reports:
             if odd is None or count == 1:
                 report.check()
@@ -66,3 +77,17 @@ def test_stand_ins_for_ranks_that_are_not_there_write_no_row() -> None:
     report.note(1, 2, 3)
     report.exchange([True, True])
     report.check()
+
+
+def test_the_first_operation_that_differs_is_named_and_gathers_ahead_are_none() -> None:
+    same = {"gather": (9, ["a", "b", "c"]), "reduce": (4, ["c", "b"])}
+    ahead = {"gather": (10, ["a", "b", "c", "d"]), "reduce": (4, ["c", "b"])}
+    other = {"gather": (9, ["a", "x", "c"]), "reduce": (4, ["c", "b"])}
+    more = {"gather": (9, ["a", "b", "c"]), "reduce": (5, ["c", "b", "a"])}
+    assert first_difference({0: same, 1: same, 2: ahead}) is None
+    assert first_difference({0: same, 1: other, 2: same}) == (
+        "rank 1 began gather, x, where rank 0 began gather, b (operation 8)"
+    )
+    assert "rank 2 has begun 1 operations more than rank 0" in str(
+        first_difference({0: same, 1: same, 2: more})
+    )

@@ -5,6 +5,7 @@ Not a test module: `test_hangs` runs it as a script, because how the process end
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -269,6 +270,52 @@ def error_swallowed(run: Run) -> None:
     run.step()
 
 
+# ---- what the ranks do differently, without a barrier anywhere: nothing may be updated before it is noticed
+
+
+def extra_pass_in_evaluation(run: Run) -> None:
+    if RANK == VICTIM:
+        run.model.eval()
+        with torch.no_grad():
+            run.model(run.x)
+        run.model.train()
+
+
+def another_unit(run: Run) -> None:
+    with torch.no_grad():
+        run.model.blocks[1 + (RANK == VICTIM)](run.x)
+
+
+def micro_batches(run: Run) -> None:
+    for index in range(2 + (RANK == VICTIM)):
+        last = index == 1 + (RANK == VICTIM)
+        with contextlib.nullcontext() if last else fs.accumulate(run.model):
+            run.model(run.x).square().mean().backward()
+    run.optimizer.step()
+
+
+def extra_step(run: Run) -> None:
+    if RANK == VICTIM:
+        run.step()
+        sys.exit(3)
+
+
+def diverging(change: Callable[[Run], Any]) -> Callable[[Run], Any]:
+    def run_both(run: Run) -> None:
+        values = [p.detach().clone() for p in run.model.parameters()]
+        event()
+        try:
+            change(run)
+            for _ in range(3):
+                run.step()
+        except BaseException:
+            same = all(map(torch.equal, values, (p.detach() for p in run.model.parameters())))
+            print("nothing was updated" if same else "parameters WERE UPDATED", file=sys.stderr)
+            raise
+
+    return run_both
+
+
 BOTH: dict[str, Callable[[Run], Any]] = {
     "forward alone": lambda run: in_barrier(lambda: run.model(run.x)),
     "full alone": lambda run: in_barrier(lambda: enter_full(run)),
@@ -285,6 +332,10 @@ BOTH: dict[str, Callable[[Run], Any]] = {
     "stopped in backward": stopped_in_backward,
     "stopped in the optimizer": stopped_in_the_optimizer,
     "interrupted": interrupted,
+    "extra pass in evaluation": diverging(extra_pass_in_evaluation),
+    "another unit": diverging(another_unit),
+    "micro-batches": diverging(micro_batches),
+    "extra step": diverging(extra_step),
     "caught": caught,
     "caught, status 7": caught_and_status,
     "groups ended in finally": groups_ended_in_finally,

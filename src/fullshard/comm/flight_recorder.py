@@ -29,6 +29,7 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -234,6 +235,30 @@ class FlightRecorder:
             return
         self._map[offset + NOTE.size : offset + NOTE.size + len(text)] = text
         NOTE.pack_into(self._map, offset, len(text), digest(text))
+
+    def trail(self, channels: Iterable[str]) -> int:
+        """A checksum of the operations that this rank has begun on these channels: how many, and which were
+        the last. For ranks that take part in the same operations it is the same."""
+        total = 0
+        for channel in channels:
+            if (state := self._channels.get(channel)) is not None:
+                labels = b"".join([label[16:] for label, _ in state.recent])
+                total = zlib.crc32(labels, zlib.crc32(f"{channel} {state.number}".encode(), total))
+        return total
+
+    def last_operations(self, channels: Iterable[str]) -> dict[str, tuple[int, list[str]]]:
+        """By channel, the newest number and the last operations up to it, in words."""
+        texts = {
+            label: f"{phase} of {unit or 'the root unit'}"
+            for (_, phase, unit), (_, label) in self._labels.items()
+        }
+        found = {}
+        for channel in channels:
+            if (state := self._channels.get(channel)) is not None:
+                numbers = range(max(1, state.number - RING + 1), state.number + 1)
+                words = [texts.get(state.recent[number & (RING - 1)][0], "?") for number in numbers]
+                found[channel] = (state.number, words)
+        return found
 
     def label_text(self, label_hash: bytes) -> tuple[str, str, str] | None:
         """Channel, phase and unit of an operation that this rank has begun at some time, by its hash."""

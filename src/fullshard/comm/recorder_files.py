@@ -93,6 +93,15 @@ class Entry(NamedTuple):
     ended: bool
 
 
+class Event(NamedTuple):
+    """One of the last events of a rank: from then on it waited in the operation, or did not."""
+
+    time_ns: int
+    waiting: bool
+    entry: Entry
+    now_ns: int  # when it was read
+
+
 class Note(NamedTuple):
     """What a rank that has stood still for seconds wrote about itself."""
 
@@ -363,6 +372,18 @@ class Peer:
             if first == last and data == self._read(offset, ENTRY.size):  # twice the same: not torn
                 return Entry(first, label, step, bool(ended))
         return None
+
+    def events(self) -> list[Event]:
+        """The last events of the rank, oldest first."""
+        data, now_ns = self._read(0, NAMES_OFFSET) or b"", time.monotonic_ns()
+        found = []
+        for first, waiting, number, label, step, time_ns, last in EVENT.iter_unpack(
+            data[SEQUENCE_OFFSET + 8 :]
+        ):
+            if first == last and number > 0:
+                entry = Entry(number, label, step, not waiting)
+                found.append((first, Event(time_ns, bool(waiting), entry, now_ns)))
+        return [event for _, event in sorted(found)]
 
     def recent(self) -> dict[str, list[Entry]]:
         """The newest operations of every channel that was used, oldest first."""

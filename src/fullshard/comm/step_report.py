@@ -3,11 +3,15 @@
 Flags of used parameters are followed by rows. Each rank writes its own, so that after a maximum every rank
 has all of them:
 
-    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, three checksums
+    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, four checksums
 
 A row describes the optimizer steps on these parameters since the last report. Ranks that stepped differently,
 or with other settings, would train parts of one model in different ways. The rows are looked at when the next
 forward begins; on a GPU one forward later, because nothing waits for the device.
+
+The last checksum is of the operations that the rank has begun (units, phases, how many), and of whether more
+micro-batches are to come. Where the host waits for messages, it is compared before the optimizer steps. Ranks
+whose checksums differ exchange their last operations, and the error names the first that differs.
 
 There are at most 64 rows, so that a report does not grow with the number of ranks: ranks 3, 67, 131 ... share
 one. A row is therefore written twice, as it is and inverted: the maxima of both are the largest and the
@@ -25,13 +29,15 @@ from fullshard.comm.watchdog import Operation, Watchdog
 from fullshard.errors import RankMismatch
 
 _MOST_ROWS = 64
-_ROW = 14  # bytes: a mark, the number of steps, three checksums of 4; then the same inverted
+_ROW = 18  # bytes: a mark, the number of steps, four checksums of 4; then the same inverted
 _STEPS = slice(1, 2)
 _PARTS = (
     (slice(2, 6), "classes of optimizers, or the parameters that they hold"),
     (slice(6, 10), "hyper-parameters"),
     (slice(10, 14), "learning rates"),
 )
+_OPERATIONS = slice(14, 18)
+_SAME_CALLS = "Every rank must make the same calls on a sharded model in the same order."
 
 
 class _Ranks(Protocol):
@@ -40,6 +46,7 @@ class _Ranks(Protocol):
     device: torch.device
     world_rank: int
     replicas: int
+    two_level: bool
     watchdog: Watchdog
 
     @property
@@ -54,6 +61,7 @@ class StepReport:
     def __init__(self, comm: _Ranks) -> None:
         self._comm = comm
         self._steps, self._sums = 0, [0, 0, 0]
+        self._more_to_come = False
         self._in_flight: tuple[Operation | None, torch.Tensor, int] | None = None  # its tensor, flags in it
         self._arriving: tuple[torch.Tensor, Any] | None = None  # rows on the host once the event has passed
 
@@ -64,13 +72,23 @@ class StepReport:
 
     def note(self, identity: int, settings: int, rates: int) -> None:
         """An optimizer steps: checksums of its class and parameters, its settings, its learning rates."""
+        watchdog = self._comm.watchdog
+        if self._in_flight is not None and watchdog.host_waits:
+            operation, message, flags = self._in_flight
+            if operation is not None:
+                operation.wait()
+            self._compare_operations(message[flags:].numpy().tobytes())
         self._steps += 1
         for index, value in enumerate((identity, settings, rates)):
             self._sums[index] = (self._sums[index] + value) & 0xFFFFFFFF
 
-    def exchange(self, used: list[bool]) -> list[bool]:
-        """Which flags any rank has set. A rank that has set them all does not wait for the others."""
+    def exchange(self, used: list[bool], more_to_come: bool = False) -> list[bool]:
+        """Which flags any rank has set. A rank that has set them all does not wait for the others.
+
+        more_to_come: this was a micro-batch, and not the last one.
+        """
         self.check()
+        self._more_to_come = more_to_come
         message = self._message(used)
         if all(used) and self._comm.replicas == 1:
             operation = self._comm.start_max(message)
@@ -84,7 +102,9 @@ class StepReport:
 
     def _message(self, used: list[bool]) -> torch.Tensor:
         members = self._comm.world.members
-        own = bytes([1, min(self._steps, 255)]) + b"".join(s.to_bytes(4, "little") for s in self._sums)
+        trail = self._comm.watchdog.recorder.trail(self._channels())
+        sums = [*self._sums, trail ^ self._more_to_come]
+        own = bytes([1, min(self._steps, 255)]) + b"".join(s.to_bytes(4, "little") for s in sums)
         count = min(len(members), _MOST_ROWS)
         rows = bytearray(2 * _ROW * count)
         at = 2 * _ROW * (members.index(self._comm.world_rank) % count)
@@ -92,6 +112,13 @@ class StepReport:
         self._steps, self._sums = 0, [0, 0, 0]
         message = torch.frombuffer(bytearray(used) + rows, dtype=torch.uint8)
         return message if self._comm.device.type == "cpu" else _to_device(message, self._comm.device)
+
+    def _channels(self) -> list[str]:
+        """Those on which all ranks have begun the same operations at the end of a backward: not with second
+        legs of gathers, which begin when the first are over."""
+        second = ["gather"] if self._comm.two_level else []
+        known = self._comm.watchdog.recorder.channels()
+        return sorted(name for name in known if name.startswith(("gather", "reduce")) and name not in second)
 
     def check(self) -> None:
         """Raise if the last report that is there shows that ranks' optimizers did not do the same."""
@@ -126,8 +153,37 @@ class StepReport:
             if row[0] == 1:  # without a mark: not a rank of its own, but a stand-in for one
                 ranks = _ranks(members[index::count])
                 rows += [(ranks, value) for value in sorted({row[:_ROW], _inverted(row[_ROW:])})]
-        if len({row for _, row in rows}) > 1:
+        if self._comm.device.type == "cpu":
+            self._compare_operations(data)
+        if len({row[: _OPERATIONS.start] for _, row in rows}) > 1:
             raise _mismatch(rows)
+        if len({row for _, row in rows}) > 1 and self._comm.device.type != "cpu":
+            raise RankMismatch(
+                f"ranks are in different operations: {_odd_ones(rows, _OPERATIONS)}", _SAME_CALLS
+            )
+
+    def _compare_operations(self, data: bytes) -> None:
+        """On all ranks, which have the same data: if any has begun other operations, exchange which."""
+        rows = [data[at : at + 2 * _ROW] for at in range(0, len(data), 2 * _ROW)]
+        sums = {row[_OPERATIONS] for row in rows if row[0] == 1}
+        sums |= {_inverted(row[_ROW:])[_OPERATIONS] for row in rows if row[0] == 1}
+        if len(sums) <= 1:
+            return
+        last = self._comm.watchdog.recorder.last_operations(self._channels())
+        world = self._comm.world
+        rows_sent = world.all_gather_object((self._more_to_come, last))
+        more = {rank: sent[0] for rank, sent in zip(world.members, rows_sent, strict=True)}
+        by_rank = {rank: sent[1] for rank, sent in zip(world.members, rows_sent, strict=True)}
+        if len(set(more.values())) > 1:
+            inside = ", ".join(str(rank) for rank, flag in more.items() if flag)
+            last_one = ", ".join(str(rank) for rank, flag in more.items() if not flag)
+            raise RankMismatch(
+                f"ranks have different numbers of micro-batches: rank {inside} has more to come (inside "
+                f"fs.accumulate), rank {last_one} has not",
+                "Run the same number of micro-batches on all ranks; fs.even_batches serves ranks with fewer.",
+            )
+        if difference := first_difference(by_rank):
+            raise RankMismatch(f"ranks are in different operations: {difference}", _SAME_CALLS)
 
 
 def _inverted(row: bytes) -> bytes:
@@ -153,9 +209,39 @@ def _mismatch(rows: list[tuple[str, bytes]]) -> RankMismatch:
         taken = "; ".join(f"rank {ranks}: {count}" for ranks, count in steps)
         return RankMismatch(f"ranks took different numbers of optimizer steps: {taken}", remedy)
     what = [name for part, name in _PARTS if len({row[part] for _, row in rows}) > 1]
-    common = Counter(row for _, row in rows).most_common(1)[0][0]
-    first = next(ranks for ranks, row in rows if row == common)
-    others = ", ".join(ranks for ranks, row in rows if row != common)
-    return RankMismatch(
-        f"optimizers of rank {others} differ from those of rank {first} in: {'; '.join(what)}", remedy
-    )
+    odd = _odd_ones(rows, slice(0, _OPERATIONS.start))
+    return RankMismatch(f"optimizers of {odd} in: {'; '.join(what)}", remedy)
+
+
+def _odd_ones(rows: list[tuple[str, bytes]], part: slice) -> str:
+    common = Counter(row[part] for _, row in rows).most_common(1)[0][0]
+    first = next(ranks for ranks, row in rows if row[part] == common)
+    others = ", ".join(ranks for ranks, row in rows if row[part] != common)
+    return f"rank {others} differ from those of rank {first}"
+
+
+def first_difference(by_rank: dict[int, dict[str, tuple[int, list[str]]]]) -> str | None:
+    """The first operation that is not the same on all ranks, as far back as they remember; or, where the last
+    ones are the same, who has begun more of them. None: only numbers of gathers ahead differ."""
+    for channel in sorted({name for known in by_rank.values() for name in known}):
+        known = {rank: found[channel] for rank, found in by_rank.items() if channel in found}
+        newest = {rank: number for rank, (number, _) in known.items()}
+        start = max(number - len(words) + 1 for number, words in known.values())
+        for number in range(start, min(newest.values()) + 1):
+            words = {rank: texts[number - newest[rank] - 1] for rank, (_, texts) in known.items()}
+            if len(set(words.values())) > 1:
+                common = Counter(words.values()).most_common(1)[0][0]
+                first = next(rank for rank, text in words.items() if text == common)
+                odd = next(rank for rank, text in words.items() if text != common)
+                return (
+                    f"rank {odd} began {channel}, {words[odd]}, where rank {first} began {channel}, "
+                    f"{words[first]} (operation {number})"
+                )
+        if channel.startswith("reduce") and len(set(newest.values())) > 1:
+            most = max(newest, key=lambda rank: newest[rank])
+            least = min(newest, key=lambda rank: newest[rank])
+            return (
+                f"rank {most} has begun {newest[most] - newest[least]} operations more than rank {least}, "
+                f"the last of them {channel}, {known[most][1][-1]}"
+            )
+    return None

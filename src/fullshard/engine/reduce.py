@@ -544,7 +544,7 @@ class Reduction:
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
-        agreed = iter(self._comm.report.exchange(flat))
+        agreed = iter(self._comm.report.exchange(flat, self.postponing))
         return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
 
     def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:
