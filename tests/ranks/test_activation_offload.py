@@ -188,6 +188,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], li
     "autocast": (Stack, _autocast),
     "side by side": (Stack, _penalty_of_input),
 }
+# Units are gathered again in these, and nodes of the graph run in other orders.
+ON_TWO = ["nested, with dropout", "called twice", "two forwards", "graph kept", "side by side"]
 BLOCKS = {"units": (Block, Outer, WithMemory), "merge_units": 0, "keep_full": 0}
 
 
@@ -244,7 +246,8 @@ def _cases(cases: list[str]) -> list[str]:
 
 
 def test_every_way_to_call_blocks_gives_the_numbers_of_one_process_and_uses_buffers_again() -> None:
-    assert ranks.run(_cases, 2, list(CASES), timeout_s=300) == [[], []]
+    assert ranks.run(_cases, 2, ON_TWO, timeout_s=300) == [[], []]
+    assert ranks.run(_cases, 1, [case for case in CASES if case not in ON_TWO], timeout_s=300) == [[]]
 
 
 def _strategies() -> list[str]:

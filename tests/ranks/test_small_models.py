@@ -213,13 +213,17 @@ def _merges(name: str, num_ranks: int) -> tuple[int, ...]:
     return (MODELS[name].merge_units, *([ALL_IN_ONE] if num_ranks == 2 else []))
 
 
-on_models = pytest.mark.parametrize("name", MODELS)
+# Another model has its parts: blocks of transformers, a tied weight, experts that ranks skip.
+LONG = ("gpt2", "blocks of experts")
+on_models = tables.some("name", MODELS, *(name for name in MODELS if name not in LONG))
 # On three ranks, what depends on their paths; the other models are long there.
 ON_THREE = ("pairs of experts", "layer drop from the first step")
 on_models_and_ranks = pytest.mark.parametrize(
     ("name", "num_ranks"),
     [
-        pytest.param(name, n, marks=[] if n == 2 or name in ON_THREE else pytest.mark.long)
+        pytest.param(
+            name, n, marks=[] if name not in LONG and (n == 2 or name in ON_THREE) else pytest.mark.long
+        )
         for name in MODELS
         for n in RANK_COUNTS
     ],

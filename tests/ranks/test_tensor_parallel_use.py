@@ -366,7 +366,7 @@ def test_checkpoint_of_tensor_parallel_ranks_holds_whole_tensors_and_resumes_on_
     stored = load_file(tmp_path / "ours" / "model.safetensors")
     for name, value in after_two.parameters.items():
         reference.assert_close(stored[name], value, name, rtol=2e-5, atol=2e-6)
-    for dp, tp, kinds in ((2, 2, ["ours"]), (1, 2, ["ours", "dcp"]), (2, 0, ["ours", "parts", "dcp"])):
+    for dp, tp, kinds in ((2, 2, ["ours"]), (1, 2, ["dcp"]), (2, 0, ["ours", "parts"])):
         found = ranks.run(_resume, dp * max(1, tp), str(tmp_path), dp, tp, kinds, init=True, timeout_s=180)
         for kind in kinds:
             for step in range(2):
