@@ -142,6 +142,15 @@ def test_optimizer_that_looks_at_others_than_its_own_tensor_is_found_out(kind: A
     assert verdict.random == (kind is kinds.Noisy)
 
 
+def test_matrices_are_tried_among_parameters_of_many_dimensions() -> None:
+    class OfMatrices(kinds.Plain):
+        def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+            return kept * p.norm() if p.dim() == 2 else kept
+
+    shapes = [(2, 3, 4), (), (5,), (2, 2, 2, 2), (8, 8)]
+    assert _try(OfMatrices([nn.Parameter(torch.ones(shape)) for shape in shapes])).finding is not None
+
+
 def test_optimizer_that_counts_its_calls_unseen_is_called_once_per_step() -> None:
     assert _try_owned(ByCalls(_model().parameters())) == Verdict(None, bucketed=False)
 

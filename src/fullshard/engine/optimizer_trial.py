@@ -37,6 +37,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.gradients import GradShard
@@ -279,7 +280,13 @@ def _chosen(optimizer: torch.optim.Optimizer, placed: Mapping[int, Placed]) -> l
     each = (
         [groups[i * len(groups) // _SAMPLES] for i in range(_SAMPLES)] if len(groups) > _SAMPLES else groups
     )
-    rounds = [p[i] for i in range(_PER_GROUP) for p in each if i < len(p)]
+    counts = [max(_PER_GROUP, len({len(placed[id(p)].shape) for p in mine})) for mine in each]
+    rounds = [
+        mine[i]
+        for i in range(max(counts, default=0))
+        for mine, count in zip(each, counts, strict=True)
+        if i < min(count, len(mine))
+    ]
     return rounds[:_SAMPLES]
 
 
@@ -295,11 +302,13 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _different(parameters: list[nn.Parameter], placed: Mapping[int, Placed]) -> list[nn.Parameter]:
+    """One of each number of dimensions first, and of these a matrix."""
     firsts: dict[int, nn.Parameter] = {}
     for parameter in parameters:
         firsts.setdefault(len(placed[id(parameter)].shape), parameter)
-    chosen = {id(p) for p in firsts.values()}
-    return [*firsts.values(), *(p for p in parameters if id(p) not in chosen)]
+    ordered = [firsts[dims] for dims in sorted(firsts, key=lambda dims: (dims != 2, dims != 1, -dims))]
+    chosen = {id(p) for p in ordered}
+    return [*ordered, *(p for p in parameters if id(p) not in chosen)]
 
 
 def _small(parameter: nn.Parameter, placed: Mapping[int, Placed], index: int) -> _Sample:
@@ -603,7 +612,7 @@ class _Player:
         return self._comm is not None and self._comm.exchanges
 
     def play(self) -> None:
-        """Take all steps of the course. What a step raises is kept."""
+        """Take all steps of the course. What a step raises is kept: collectives of its own as well."""
         with self.watch:
             self._play()
 
@@ -624,7 +633,11 @@ class _Player:
                     self.settings = {place: v for place, v in now.items() if "state" not in place}
                 if number >= steps and (number - steps) % _AFTER_JUMP == 0:
                     _set_numbers(self.optimizer, counters, jumps[(number - steps) // _AFTER_JUMP])
-                self._step(number)
+                if number:
+                    self._step(number)
+                else:
+                    with _NoCollectives():  # type: ignore[no-untyped-call, unused-ignore]
+                        self._step(number)
                 self.trace.append([self._flat(i) for i in range(len(self.parameters))])
         except Exception as error:  # noqa: BLE001  code of others, on parameters that it has never seen
             self.error = error
@@ -939,6 +952,19 @@ def is_compiled_call() -> bool:
         if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
             return True
     return False
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """An optimizer that shares its work among ranks itself would do so on copies, and then on shards."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            name = func.name().split("::")[1].strip("_")
+            raise RuntimeError(
+                f"it calls {name} of torch.distributed: it shares its work among ranks itself; use the "
+                "version for one process"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchFunctionMode):
