@@ -394,11 +394,15 @@ def _refused() -> list[str]:
         model = shard(build(), strategy=strategy)
         model(torch.ones(5, 40)).backward()
         error_of(optimizer_kinds.ByUpdateNorm(model.parameters()).step)
+    for options in ({}, {"state": "exact", "offload": "host"}):
+        model = shard(build(), **options)
+        model(torch.ones(5, 40)).backward()
+        error_of(optimizer_kinds.ByGradientNorm(model.parameters()).step)
     return found
 
 
 def test_what_cannot_rest_in_blocks_is_refused_with_the_remedy() -> None:
-    seven, eight, bits, *dtypes, sharded, replicated = ranks.run(_refused, 2)[0]
+    seven, eight, bits, *dtypes, sharded, replicated, norm, norm_offloaded = ranks.run(_refused, 2)[0]
     assert all(error.startswith("OptionError") for error in (seven, eight, bits, *dtypes))
     assert "'7bit'" in seven
     assert "Did you mean '8bit'" in seven
@@ -407,9 +411,11 @@ def test_what_cannot_rest_in_blocks_is_refused_with_the_remedy() -> None:
     for dtype, error in zip(("complex64", "float64", "float16"), dtypes, strict=True):
         assert f"'weight' is {dtype}" in error
         assert "ignore=" in error
-    for error in (sharded, replicated):
+    for error in (sharded, replicated, norm, norm_offloaded):
         assert error.startswith("OptimizerError")
         assert "element-wise" in error
+    assert "norms of gradients" in norm
+    assert "norms of gradients" in norm_offloaded
 
 
 def _steps_alike() -> None:

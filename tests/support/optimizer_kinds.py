@@ -115,6 +115,65 @@ class ByBlocks(Plain):
         return out.view_as(p)
 
 
+class Coded(torch.Tensor):
+    """A tensor of bytes and scales, as libraries keep states in: few functions are defined on it."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Coded:
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["codes", "scale"], {"bits": 8, "dtype": self.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, settings: Any, size: Any, stride: Any) -> Coded:
+        assert settings == {"bits": 8, "dtype": torch.float32}
+        assert parts["codes"].dtype == torch.int8
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{func} is not defined")
+
+    def decoded(self) -> torch.Tensor:
+        blocks = self.codes.reshape(-1, 256).float() * self.scale[:, None]
+        return blocks.view(self.codes.shape)
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Coded:
+        blocks = values.reshape(-1, 256)
+        scale = blocks.abs().amax(1) / 127 + 1e-12
+        return Coded((blocks / scale[:, None]).round().to(torch.int8).view(values.shape), scale)
+
+
+class InTensorsOfItsOwn(Plain):
+    """Keeps large states in blocks of 256 elements of what it is given, in tensors of its own class."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    kept = state.get("kept", torch.zeros_like(p))
+                    kept = kept.decoded() if isinstance(kept, Coded) else kept
+                    kept = kept * group["momentum"] + p.grad
+                    p.add_(kept, alpha=-group["lr"])
+                    state["kept"] = Coded.of(kept) if p.numel() >= 4096 and not p.numel() % 256 else kept
+
+
 # ---- not element-wise
 
 

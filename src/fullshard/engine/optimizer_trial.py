@@ -116,6 +116,7 @@ class Verdict:
     tried: bool = True
     plain_gradients: bool = False
     sums: bool = False  # it needs sums over ranks for norms of gradients, which are rounded
+    in_blocks: bool = False  # it is right on these shards, and not on any: states are kept in blocks, say
     bucketed: bool = False
     random: bool = False  # it draws random numbers
 
@@ -135,7 +136,8 @@ def try_on_shards(
                 trial.plain_gradients = True
                 found = trial.finding()
             text = None if found is None else found.text
-            return Verdict(text, plain_gradients=trial.plain_gradients, sums=trial.sums)
+            in_blocks = found is None and trial.is_wrong_elsewhere()
+            return Verdict(text, plain_gradients=trial.plain_gradients, sums=trial.sums, in_blocks=in_blocks)
         except _Untried as error:
             return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
 
@@ -178,16 +180,21 @@ class _Trial:
     plain_gradients: bool = False
     compiles: bool = False  # a part of its step, which cannot have gradient shards
     sums: bool = False  # ranks had to sum
+    in_blocks: bool = False  # cut within a block, it is wrong
 
     def finding(self) -> _Finding | None:
         """The first difference between one process and shards; None if there is none."""
         chosen = _chosen(self.optimizer, self.placed)
         found = self._compare([_small(p, self.placed, i) for i, p in enumerate(chosen)])
         if found is not None and self._is_right_in_blocks(chosen):
-            found = None
+            found, self.in_blocks = None, True
         if found is None:
             found = self._compare(_at_real_size(self.optimizer, self.placed), _REAL_STEPS, _REAL_JUMPS)
         return found
+
+    def is_wrong_elsewhere(self) -> bool:
+        """Whether other ranks would cut it so that it is wrong: within a block, or below some size."""
+        return self.in_blocks or self._compare(_cut_anywhere(self), _REAL_STEPS, _REAL_JUMPS) is not None
 
     def of_owners(self, bucketed: bool) -> _Finding | None:
         """The first difference between one process and ranks that step on their own tensors alone."""
@@ -358,6 +365,21 @@ def _at_real_size(optimizer: torch.optim.Optimizer, placed: Mapping[int, Placed]
     ]
     largest = sorted(parameters, key=lambda p: sum(placed[id(p)].kept))[-2:]
     return [_shortened(p, placed[id(p)]) for p in {id(p): p for p in (*smallest, *largest)}.values()]
+
+
+def _cut_anywhere(trial: _Trial) -> list[_Sample]:
+    """Those with the most elements, cut where no block ends, and a few elements on one rank."""
+    placed = trial.placed
+    largest = sorted(_held(trial.optimizer, placed), key=lambda p: prod(placed[id(p)].shape))[-2:]
+    samples = []
+    for parameter in largest:
+        shape, order = placed[id(parameter)].shape, placed[id(parameter)].order
+        sample = _shortened(parameter, Placed(shape, order, (prod(shape),)))
+        total = prod(sample.shape)
+        few = min(7, total)
+        half = min(total - few, total // 2 + 1)
+        samples.append(_Sample(parameter, sample.shape, sample.order, (few, half, total - few - half)))
+    return samples
 
 
 def _shortened(parameter: nn.Parameter, place: Placed) -> _Sample:

@@ -139,6 +139,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     known = _known(optimizer, callable(closure))
     live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
+    for runtime in live:
+        runtime.adopt_optimizer(optimizer)
     _note_step(optimizer, known, live)
     if live and callable(closure):  # it brings the last micro-batch: gradients are looked at behind it
         after = functools.partial(_closed, closure, live, optimizer, known)
@@ -431,15 +433,23 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
         raise _refused(optimizer, _GLOBAL[type(optimizer)], None, placed, in_parts=elsewhere)
     verdict = try_on_shards(optimizer, placed, closure, modules)
     on_shards = _Mode("element-wise", plain_gradients=verdict.plain_gradients or is_compiled_call())
-    if verdict.finding is None and not verdict.sums:
+    if verdict.finding is None and not (verdict.sums or verdict.in_blocks):
         return on_shards
     if not verdict.tried:
         raise _refused(optimizer, verdict.finding or "", None, placed, in_parts=elsewhere)
     owned = try_owned(optimizer, placed, closure, modules) if not elsewhere else None
     if owned is not None and owned.finding is None:
         return _Mode("owned", bucketed=owned.bucketed and not is_compiled_call())
-    if verdict.finding is None:  # norms of gradients are right on shards, too, with a sum over ranks for each
-        return on_shards
+    if verdict.sums and any(lane.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} takes norms of gradients, and with offload= or state='8bit' it "
+            "steps on chunks of them",
+            "Leave these options out, or use an element-wise optimizer such as AdamW.",
+        )
+    if (
+        verdict.finding is None
+    ):  # norms of gradients are right on shards, too, with a sum over ranks for each;
+        return on_shards  # and so are states in blocks on these
     raise _refused(optimizer, verdict.finding, owned, placed, in_parts=elsewhere)
 
 

@@ -73,7 +73,7 @@ class Runtime:
     plan: Plan  # what it was built from
     copier: Callable[[Runtime, dict[int, Any]], Runtime]
     guard: Callable[[Runtime], None]  # watches parameters that train for use at rest
-    adopt_optimizer: Callable[[torch.optim.Optimizer], None]  # called with each optimizer at its first step
+    adopt_optimizer: Callable[[torch.optim.Optimizer], None]  # called with each optimizer at its steps
 
     def __init__(self, units: Sequence[LiveUnit], comm: Comm, options: Options) -> None:
         self.units, self.root = list(units), units[0]

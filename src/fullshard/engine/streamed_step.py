@@ -694,6 +694,14 @@ class _State:
         shape = self._parameter.shape
         state = self._all.get(self._parameter) or {}
         made = {name: value for name, value in state.items() if _is_element_wise(value, shape)}
+        foreign = next((k for k, v in state.items() if hasattr(type(v), "__tensor_flatten__")), None)
+        if foreign is not None:
+            raise OptimizerError(
+                f"{unit_label(self._span.lane.unit)}: state {foreign!r} of parameter "
+                f"{self._span.lane.layout.pieces[self._index].name!r} is a {type(state[foreign]).__name__}, "
+                "which a step in chunks (offload=, state='8bit') cannot keep",
+                "Use torch's own optimizer with state='8bit', or leave out offload.",
+            )
         strange = next((k for k, v in state.items() if k not in made and _numel(v) > 1), None)
         if strange is not None and not part.is_all:
             raise OptimizerError(

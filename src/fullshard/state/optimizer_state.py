@@ -17,16 +17,27 @@ from fullshard.errors import StateError
 from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
+from fullshard.state.tensor_subclasses import is_subclass
 
 
 def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
     """State dicts of this optimizer hold StateShards from now on; what was loaded before is cut."""
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    if hooks is None or _to_shards in hooks.values():
-        return  # without hooks: a wrapper, whose state dict is that of the optimizer inside
+    if hooks is None:
+        return  # a wrapper, whose state dict is that of the optimizer inside
+    if _to_shards in hooks.values():
+        if _holds_shards(optimizer):
+            _take_loaded(optimizer)
+        return
     optimizer.register_state_dict_post_hook(_to_shards)
     optimizer.register_load_state_dict_post_hook(_take_loaded)
     _take_loaded(optimizer)
+
+
+def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `load_state_dict` that is not torch's, and calls no hooks, has left a state dict's values."""
+    first = next(iter(optimizer.state.values()), None)
+    return isinstance(first, dict) and any(isinstance(value, StateShard) for value in first.values())
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
@@ -63,6 +74,7 @@ def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
         not isinstance(value, torch.Tensor)
         or value.shape != lane.shard_views[index].shape
         or value.dim() == 0
+        or is_subclass(value)  # one rank's blocks: torch.distributed.checkpoint cannot cut them differently
     ):
         return value
     if lane.replicated:

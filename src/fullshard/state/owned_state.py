@@ -17,6 +17,7 @@ from fullshard.errors import StateError
 from fullshard.plan.layout import Piece
 from fullshard.precision import DTYPES
 from fullshard.state.state_dict import StateShard
+from fullshard.state.tensor_subclasses import class_key, put_together, taken_apart
 
 _TENSOR = "fullshard tensor"  # in the description of a state
 
@@ -27,6 +28,7 @@ def to_shards(optimizer: torch.optim.Optimizer, owned: OwnedStep, state: dict[in
         return state
     held = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
     items = {index: owned.by_parameter.get(key) for index, key in enumerate(held)}
+    state = {index: taken_apart(values) for index, values in state.items()}
     mine = {
         index: {key: _described(value) for key, value in state[index].items()}
         for index, item in items.items()
@@ -58,8 +60,11 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _shown(name: str, what: Any, here: Any, item: Owned) -> Any:
-    """A value of the state dict from its description, and from the value itself on its owner."""
+def _shown(name: str, what: Any, here: Any, item: Owned, in_tensor: bool = False) -> Any:
+    """A value of the state dict from its description, and from the value itself on its owner.
+
+    `in_tensor`: it is a part of a tensor that was taken apart.
+    """
     if isinstance(what, dict) and _TENSOR in what:
         dtype, shape = what[_TENSOR]
         piece = Piece(name, tuple(shape), tuple(range(len(shape))), 0)
@@ -68,7 +73,7 @@ def _shown(name: str, what: Any, here: Any, item: Owned) -> Any:
             shard = StateShard.make(name, piece, local, 0, 0)
         else:
             shard = StateShard.make(name, piece, here.detach().contiguous(), 0, piece.num_elements)
-        shard.comm, shard.entire = item.lane.comm, True
+        shard.comm, shard.entire, shard.fixed_dtype = item.lane.comm, True, in_tensor
         return shard
     if isinstance(what, torch.Tensor):
         return what.to(item.lane.rest.device) if here is None else here
@@ -79,8 +84,9 @@ def _shown(name: str, what: Any, here: Any, item: Owned) -> Any:
             for i, (part, own) in enumerate(zip(what, parts, strict=True))
         )
     if isinstance(what, dict):
+        apart = in_tensor or class_key(what) is not None
         return {
-            key: _shown(f"{name}.{key}", part, None if here is None else here[key], item)
+            key: _shown(f"{name}.{key}", part, None if here is None else here[key], item, apart)
             for key, part in what.items()
         }
     return what
@@ -100,7 +106,7 @@ def to_owners(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
             continue
         state = optimizer.state[item.parameter]
         for key, value in state.items():
-            state[key] = _entire(f"{item.piece.name}.{key}", value, item)
+            state[key] = put_together(_entire(f"{item.piece.name}.{key}", value, item))
 
 
 def _entire(name: str, value: Any, item: Owned) -> Any:

@@ -44,6 +44,7 @@ class StateShard(torch.Tensor):
     stop: int
     comm: Comm | None = None  # joins the ranks that hold the rest, where it is known
     entire = False  # all elements are on one rank: state of an optimizer that steps on entire tensors
+    fixed_dtype = False  # not cast by torch's `load_state_dict`: a part of a state, such as its codes
 
     @staticmethod
     def make(key: str, piece: Piece, local: torch.Tensor, start: int, stop: int) -> StateShard:
@@ -67,6 +68,8 @@ class StateShard(torch.Tensor):
         if func is torch.ops.aten.clone.default:
             return value._holding(value.local.clone())
         if func is torch.ops.aten._to_copy.default:
+            if value.fixed_dtype:
+                kwargs = {key: given for key, given in (kwargs or {}).items() if key != "dtype"}
             return value._holding(func(value.local, *args[1:], **(kwargs or {})))
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == value.piece.global_shape:
             # torch.distributed.checkpoint.async_save makes such a one on the host, then fills in `local`.

@@ -18,6 +18,7 @@ from fullshard.checkpoint.parameters import Site, sites, sites_by_group
 from fullshard.engine.optimizers import owned_step, streamed_step
 from fullshard.engine.tensor_parallel import put
 from fullshard.errors import CheckpointError, DamagedCheckpoint
+from fullshard.state.tensor_subclasses import put_together
 
 # How a step is computed, not what it computes: these options stay those of this run.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -164,7 +165,8 @@ class OptimizerLoad:
         }
 
         def decoded() -> Any:
-            return _moved(decode(tree, lambda path: reads[path]()), device, site.parameter.device)
+            value = decode(tree, lambda path: reads[path]())
+            return put_together(_moved(value, device, site.parameter.device))
 
         return decoded
 
@@ -233,8 +235,8 @@ class OptimizerLoad:
                 "it can be loaded only on the number of ranks, and with the units, that it was saved with",
                 "Load with the ranks and options of the run that saved, or load without the optimizer.",
             )
-        value = self._resume.decode(*tree_and_file)
-        return value.to(site.parameter.device) if isinstance(value, torch.Tensor) else value
+        value, device = self._resume.decode(*tree_and_file), site.parameter.device
+        return put_together(_moved(value, device, device))
 
 
 def _copied_option(value: Any, before: Any) -> Any:

@@ -36,6 +36,7 @@ from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError
+from fullshard.state.tensor_subclasses import is_subclass, taken_apart
 
 
 @dataclass
@@ -231,6 +232,8 @@ def _kinds(order: list[Site], optimizer: torch.optim.Optimizer) -> dict[str, str
                 )
             if isinstance(value, torch.Tensor) and value.dim() == 0 and site.parameter.dim() > 0:
                 kinds[key] = "scalar"
+            elif is_subclass(value):
+                kinds[key] = "own"
             elif isinstance(value, torch.Tensor) and value.shape != site.parameter.shape:
                 kinds.setdefault(key, "own")
     return kinds
@@ -242,7 +245,7 @@ def _add_state(
     name = f"{site.name}.{key}"
     if not isinstance(value, torch.Tensor):
         return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
-    if not isinstance(value, BlockState):  # which is decoded when it is written, tensor by tensor
+    if not isinstance(value, BlockState) and not is_subclass(value):  # decoded when they are written
         value = plain(value)
     headers.check_dtype(name, value.dtype)
     device = "host" if value.device.type == "cpu" else "device"
@@ -250,7 +253,8 @@ def _add_state(
         _add_replicated(contents.optimizer, contents, name, value, runtime, value.dtype)
         return {"kind": "scalar", "device": device}
     if kind == "own" or value.shape != site.parameter.shape:
-        contents.own[name] = {"interval": site.interval, "value": contents.encoder.encode(value, name)}
+        tree = contents.encoder.encode(taken_apart(value), name)
+        contents.own[name] = {"interval": site.interval, "value": tree}
         return {"kind": "own", "device": device}
     if site.lane is None:
         _add_replicated(contents.optimizer, contents, name, value, runtime, value.dtype)

@@ -17,6 +17,7 @@ from fullshard.checkpoint.parameters import Site, plain
 from fullshard.comm.groups import Comm
 from fullshard.engine.owned_step import OwnedStep
 from fullshard.precision import DTYPES
+from fullshard.state.tensor_subclasses import taken_apart
 
 Slice = tuple[Tensor, int, torch.Tensor]  # a tensor, how many of its elements this rank writes, and these
 
@@ -56,6 +57,7 @@ def _writes(owned: OwnedStep, site: Site, comm: Comm) -> bool:
 
 def _entry(encoder: Encoder, site: Site, key: Any, value: Any) -> Tree:
     on_host = isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+    value = taken_apart(value)
     if isinstance(value, torch.Tensor):
         value = plain(value)
     tree = encoder.encode(value, f"{site.name}.{key}")
