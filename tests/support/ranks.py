@@ -293,7 +293,7 @@ class _Pool:
         stacks = Path(self.folder.name) / f"stacks-{self.count}"
         self.count += 1
         with _forking_from(_server(self.library)):
-            process = context.Process(target=_serve, args=(theirs, str(stacks), _core()), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
         theirs.close()
         return _Worker(process, ours, stacks)
@@ -302,18 +302,6 @@ class _Pool:
         for worker in self.workers:
             worker.kill()
         self.workers = []
-
-
-def _core() -> int | None:
-    """On which core the ranks of this process run, if there are more workers than cores; None: on any.
-
-    Ranks that wake each other up on one core take a fifth less of it than across two. One worker per core
-    has its own; the ranks of the others fill whatever is idle.
-    """
-    worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
-    cores = sorted(os.sched_getaffinity(0))
-    number = int(worker.removeprefix("gw") or 0)
-    return cores[number] if number < len(cores) < int(count or 0) else None
 
 
 _pool = _Pool()
@@ -365,10 +353,8 @@ def _collect_hung(
 # --- the worker's side --------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, stacks_path: str, core: int | None) -> None:
+def _serve(pipe: Connection, stacks_path: str) -> None:
     _die_with_parent()
-    if core is not None:
-        os.sched_setaffinity(0, {core})
     stacks = open(stacks_path, "w")  # noqa: SIM115 - the signal handler writes into it as long as we live
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
