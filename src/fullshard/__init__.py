@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fullshard.doctor.check import check
     from fullshard.errors import FullshardError
     from fullshard.offload import Offload
+    from fullshard.planning.request import Planning
     from fullshard.precision import Precision
 else:
     from fullshard import lazy_names
@@ -30,6 +31,7 @@ else:
             "Batches": "fullshard.data",
             "FullshardError": "fullshard.errors",
             "Offload": "fullshard.offload",
+            "Planning": "fullshard.planning.request",
             "Precision": "fullshard.precision",
             "accumulate": "fullshard.api",
             "check": "fullshard.doctor.check",
@@ -49,6 +51,7 @@ __all__ = [
     "Batches",
     "FullshardError",
     "Offload",
+    "Planning",
     "Precision",
     "__version__",
     "accumulate",

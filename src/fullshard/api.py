@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,6 +61,7 @@ def shard(
     merge_units: int | None = None,
     reduce: str = "auto",
     optimizer_step: str = "auto",
+    plan: Any = None,
 ) -> M:
     """Shard `model` in place over all ranks and return it. If it raises, the module is as it was.
 
@@ -93,6 +96,9 @@ def shard(
     optimizer_step: 'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on
         all of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at tensors
         one by one.
+    plan: 'auto' chooses the fastest settings that fit: strategy, checkpoint_activations, offload, keep_full
+        and keep_node, unless they are given; an fs.Planning has the batch and the machine to plan for; a
+        recorded plan, or its file, is used again.
     """
     given = {name: value for name, value in locals().items() if name != "model"}
     return shard_with(NO_INTEGRATION, model, **given)
@@ -108,6 +114,7 @@ def _move_rest(model: nn.Module, runtime: Runtime, device: torch.device) -> None
 def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **given: Any) -> M:
     """`shard` for an integration, with its policies. `given` are options of `shard`."""
     control.start()
+    given, choice = _planned(model, mesh, given)
     request: _Request | None = None
     problem: FullshardError | None = None
     grid: torch.Tensor | None = None
@@ -132,11 +139,110 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
         comm.join(control.World(comm, tp_ranks))
     _agree_on_model(comm, model, request.units, options)
     runtime = build(model, request.units, comm, options)
+    runtime.plan = replace(runtime.plan, choice=choice)
     if request.moves:
         _move_rest(model, runtime, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # it held the unsharded model until now
     return model
+
+
+def _planned(model: nn.Module, mesh: DeviceMesh | None, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Options with what a plan chooses, the same on all ranks, and the choice; or as they are."""
+    plan = given.get("plan")
+    by_strategy = isinstance(given.get("strategy"), str) and given["strategy"] == "auto"
+    given = {name: value for name, value in given.items() if name != "plan"}
+    if by_strategy:
+        plan = "auto" if plan is None else plan
+        given["strategy"] = TABLE["strategy"].default
+    if plan is None:
+        return given, None
+    from fullshard.planning import automatic
+
+    choice: Any = None
+    problem: FullshardError | None = None
+    members = topology.members(mesh)
+    try:
+        choice = automatic.record_of(TABLE["plan"].parsed(plan))
+    except FullshardError as error:
+        problem = error
+    control.raise_together_first(problem, members)
+    if choice is None:
+        choice = _agreed_choice(model, plan, given, members)
+    return automatic.arguments_of(choice, given), choice
+
+
+def _agreed_choice(model: nn.Module, plan: Any, given: dict[str, Any], members: torch.Tensor) -> Any:
+    """Made by the first rank, from the least memory that any rank has, and sent to all."""
+    from fullshard.planning import automatic, rates
+    from fullshard.planning.machines import described
+    from fullshard.planning.request import request_of
+    from fullshard.planning.settings import Choice
+
+    ranks = sorted(members.flatten().tolist())
+    places = topology.places_without_peers(ranks)
+    text, problem = "", None
+    try:
+        device = environment.compute_device(_given_device(model, given))
+        free = free_memory(device)
+        own = sum(p.nbytes for p in model.parameters() if p.device == device) if device.type == "cuda" else 0
+        facts = [free.device + own, free.host * free.node_ranks, environment.launch().local_ranks]
+    except FullshardError as error:
+        problem, facts = error, []
+    control.raise_together_first(problem, members)
+    rows = control.all_gather_object_first(facts, members)
+    if groups.own_rank() == ranks[0] or places is not None:
+        try:
+            if tensor_parallel.mesh_of(model) is not None:
+                raise OptionError("plan='auto' for a tensor-parallel model", "Give the options themselves.")
+            request = request_of(plan)
+            inner = places[0].local_ranks if places is not None else min(row[2] for row in rows)
+            here = automatic.Situation(
+                len(ranks),
+                inner,
+                min(row[0] for row in rows),
+                min(row[1] for row in rows),
+                device.type == "cuda",
+            )
+            machine = rates.machine_here(device) if request.machine is None else described(request.machine)
+            assert machine is not None
+            choice = automatic.choose_for(model, request, given, here, machine)
+            sys.stderr.write(f"fullshard: {choice.shown()}\n")
+            text = json.dumps(choice.to_dict())
+        except FullshardError as error:
+            problem = error
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this one
+            problem = ModelError(f"{type(error).__name__} while planning: {error}", "See its cause.")
+            problem.__cause__ = error
+    control.raise_together_first(problem, members)
+    return Choice.from_dict(json.loads(control.all_gather_object_first(text, members)[0]))
+
+
+def _planned_here(
+    model: nn.Module, plan: Any, given: dict[str, Any], ranks: int | None, node_ranks: int | None
+) -> tuple[dict[str, Any], Any]:
+    """As `_planned`, for ranks that need not be there."""
+    from fullshard.planning import automatic, rates
+    from fullshard.planning.machines import described
+    from fullshard.planning.request import request_of
+
+    choice = automatic.record_of(TABLE["plan"].parsed(plan))
+    if choice is None:
+        request, device = request_of(plan), environment.compute_device(_model_device(model))
+        ranks = ranks or groups.rank_count()
+        free = free_memory(device, node_ranks)
+        machine = rates.machine_here(device) if request.machine is None else described(request.machine)
+        assert machine is not None
+        on_gpu = machine.device.is_gpu
+        memory = machine.device.memory_bytes if request.machine is not None else free.device
+        here = automatic.Situation(ranks, node_ranks or ranks, memory, free.host * free.node_ranks, on_gpu)
+        choice = automatic.choose_for(model, request, given, here, machine)
+    return automatic.arguments_of(choice, given), choice
+
+
+def _given_device(model: nn.Module, given: dict[str, Any]) -> torch.device:
+    wanted = TABLE["device"].parsed(given.get("device"))
+    return _model_device(model) if wanted is None else wanted
 
 
 @dataclass(frozen=True)
@@ -210,7 +316,7 @@ def _with_levels(options: Options, arrangement: topology.Arrangement, device: to
         **dict.fromkeys(("local_ranks", "local_world_size", "ranks_per_node"), "Write node_ranks=N."),
         **dict.fromkeys(
             ("memory", "batch", "sequence", "optimizer", "checkpoint_activations"),
-            "The command `fullshard plan` takes it; fs.plan counts what is held and sent.",
+            "Write plan=fs.Planning(...), or use the command `fullshard plan`.",
         ),
     }
 )
@@ -228,6 +334,7 @@ def plan(
     offload: str | Offload | None = None,
     state: str = "exact",
     node_ranks: int | None = None,
+    plan: Any = None,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta.
 
@@ -235,6 +342,8 @@ def plan(
         the homes that were chosen.
     node_ranks: ranks of one host, which share its memory and its links to others. None: as launched; with
         `ranks`, all of them.
+    plan: as for fs.shard, with what is free on this machine: the plan of the settings that are chosen, whose
+        `choice` is their record. `plan.choice.save(FILE)` writes it; fs.shard(model, plan=FILE) uses it.
     """
     runtime = engine_of(model)
     if runtime is not None:
@@ -243,25 +352,29 @@ def plan(
         if count is not None and (not isinstance(count, int) or count < 1):
             raise OptionError(f"{name} is {count!r}", "Give a number of ranks of at least 1.")
     device = environment.compute_device(_model_device(model))
-    options = parse(
-        strategy=strategy,
-        precision=precision,
-        units=units,
-        ignore=ignore,
-        keep_full=keep_full,
-        keep_node=keep_node,
-        merge_units=merge_units,
-        offload=offload,
-        state=state,
-        on_gpu=device.type == "cuda",
-    )
+    given: dict[str, Any] = {
+        "strategy": strategy,
+        "precision": precision,
+        "units": units,
+        "ignore": ignore,
+        "keep_full": keep_full,
+        "keep_node": keep_node,
+        "merge_units": merge_units,
+        "offload": offload,
+        "state": state,
+    }
+    choice = None
+    if plan is not None or strategy == "auto":
+        given["strategy"] = TABLE["strategy"].default if strategy == "auto" else strategy
+        given, choice = _planned_here(model, plan, given, ranks, node_ranks)
+    options = parse(**given, on_gpu=device.type == "cuda")
     parallel = tensor_parallel.mesh_of(model)
     tp_size = 1 if parallel is None else parallel.size()
     if node_ranks is None and ranks not in (None, groups.rank_count()):
         node_ranks = ranks
     ranks = ranks or max(1, groups.rank_count() // tp_size)
     ranks, options = planned_levels(options, ranks, node_ranks or environment.launch().local_ranks, tp_size)
-    made = make_plan(model, ranks, options)
+    made = replace(make_plan(model, ranks, options), choice=choice)
     if options.offload is None:
         return made
     return made.with_offload(options.offload, free_memory(device, node_ranks))

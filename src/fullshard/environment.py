@@ -152,6 +152,11 @@ def run_secret() -> str:
     return os.environ.get("FULLSHARD_RUN_SECRET", "")
 
 
+def plan_from_environment() -> str | None:
+    """FULLSHARD_PLAN: 'auto', or the file of a recorded plan, for models that a library prepares."""
+    return os.environ.get("FULLSHARD_PLAN") or None
+
+
 def cluster_name() -> str:
     """FULLSHARD_CLUSTER, Slurm's name of the cluster, or this host's name."""
     named = os.environ.get("FULLSHARD_CLUSTER") or os.environ.get("SLURM_CLUSTER_NAME")

@@ -133,6 +133,17 @@ def _device(value: Any) -> torch.device | None:
     return device
 
 
+def _plan(value: Any) -> Any:
+    """A request or a record; `planning.automatic` reads it."""
+    if value is None or isinstance(value, str | Mapping) or hasattr(value, "__fspath__"):
+        return value
+    if type(value).__name__ in ("Planning", "Choice", "Plan"):
+        return value
+    raise OptionError(
+        f"plan is {value!r}", "Give 'auto', an fs.Planning, a plan with a choice, or the file of one."
+    )
+
+
 def _units(units: Any) -> Any:
     from torch import nn
 
@@ -451,6 +462,16 @@ TABLE: dict[str, Option] = {
                 **dict.fromkeys(("owner", "layer_wise", "layerwise", "matrix"), "owned"),
                 **dict.fromkeys(("replicated", "full", "global", "gather"), "gathered"),
             },
+        ),
+        Option(
+            "plan",
+            None,
+            "'auto' chooses the fastest settings that fit: strategy, checkpoint_activations, offload, "
+            "keep_full and keep_node, unless they are given; an fs.Planning has the batch and the machine to "
+            "plan for; a recorded plan, or its file, is used again.",
+            _plan,
+            agreed=False,
+            other_names=_all("Write plan='auto'.", "auto", "autotuning", "autotune", "planner"),
         ),
     )
 }

@@ -50,6 +50,7 @@ class Options:
     merge_units: int | None  # None: by device, see plan/units.py
     reduce: str  # 'auto' until the ranks are known
     optimizer_step: str
+    plan: Any  # None: a plan has become these options by then
     on_gpu: bool  # the shards will be on a GPU: small means something else there
     nodes: int = 1  # groups of ranks whose sums of gradients are added up once more; 1 until ranks are known
     why_flat: str = ""  # ranks are on several nodes, but messages are those of one level
@@ -108,6 +109,7 @@ class ShardOptions(TypedDict, total=False):
     merge_units: int | None
     reduce: str
     optimizer_step: str
+    plan: Any
 
 
 def parse(*, on_gpu: bool = False, integration: Integration | None = None, **given: Any) -> Options:

@@ -126,7 +126,7 @@ def test_trained_gpt_is_loaded_from_its_folder(gpt_run: Path) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
     [
-        (1, ["training.micro_batch_size=2"]),
+        (1, ["training.micro_batch_size=2", "sharding.strategy=auto"]),
         (2, ["sharding.strategy=replicate", "sharding.checkpoint_activations=true", "logging.every=4"]),
         (
             4,

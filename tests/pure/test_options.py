@@ -107,6 +107,6 @@ def test_a_value_of_another_kind_is_refused_by_name(name: str) -> None:
 
 def test_ranks_compare_every_option_that_can_be_compared() -> None:
     not_compared = {name for name, option in TABLE.items() if not option.agreed}
-    assert not_compared == {"units", "ignore", "materialize", "device"}
+    assert not_compared == {"units", "ignore", "materialize", "device", "plan"}
     assert "option.agreed" in inspect.getsource(api._agree_on_model)
     assert TABLE["strategy"].choices == STRATEGIES

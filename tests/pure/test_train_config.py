@@ -105,7 +105,7 @@ def test_example_names_every_key_and_the_values_shown_are_the_defaults(tmp_path:
 
 def test_choices_are_those_of_the_engine() -> None:
     hints = typing.get_type_hints(Sharding)
-    assert typing.get_args(hints["strategy"]) == option_table.STRATEGIES
+    assert typing.get_args(hints["strategy"]) == (*option_table.STRATEGIES, "auto")
     assert set(typing.get_args(hints["precision"])) == set(precision.PRESETS)
 
 

@@ -61,6 +61,13 @@ def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torc
     return grid.view(1, -1) if grid.dim() == 1 else grid
 
 
+def members(mesh: DeviceMesh | None) -> torch.Tensor:
+    """All ranks of `mesh`, however its axes are used; None means all ranks."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.mesh.cpu().reshape(1, -1)
+    return torch.arange(dist.get_world_size()).view(1, -1)
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """A grid of ranks. On two levels its rows are nodes, and each rank of it holds another shard."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard import extras
+from fullshard.environment import plan_from_environment
 from fullshard.errors import NotSupported, OptionError
 from fullshard.hugging_face.shard_options import given_options
 from fullshard.plan.units import has_forward
@@ -72,6 +73,9 @@ def shard_arguments(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         arguments["materialize"] = given(plugin, "param_init_fn")
     if arguments["strategy"] == "hybrid":
         arguments["mesh"] = mesh(accelerator)
+    requested = plan_from_environment()
+    if requested is not None:
+        arguments["plan"] = requested
     return arguments | given_options()
 
 

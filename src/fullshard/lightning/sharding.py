@@ -127,6 +127,8 @@ def _called_alone(module: nn.Module, options: dict[str, Any], precision: Precisi
     the root, each call of one of its layers would gather all of the root.
     """
     chosen = {k: v for k, v in options.items() if k in ("strategy", "ignore", "checkpoint_activations")}
+    if chosen.get("strategy") == "auto":
+        del chosen["strategy"]  # units do not depend on it
     units = find_units(module, _options.parse(precision=precision, **chosen))
     modules = {m for unit in units[1:] for m in unit.modules}
     modules |= {part for part in _parts(module) if next(part.parameters(), None) is not None}
@@ -165,6 +167,9 @@ def _refuse_other_options(module: nn.Module, made: Any, given: dict[str, Any], p
         )
     requested = {name: TABLE[name].default for name in ("strategy", "offload")}
     requested |= given | {"precision": precision}
+    if requested["strategy"] == "auto" or requested.get("plan") is not None:
+        # What a plan chose once is kept.
+        requested |= {name: getattr(made, name) for name in ("strategy", "offload", "checkpoint_activations")}
     requested["offload"] = TABLE["offload"].parsed(requested["offload"])
     for name in ("strategy", "precision", "offload", "checkpoint_activations", "check_gradients"):
         if name in requested and requested[name] != getattr(made, name):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -145,6 +145,7 @@ class Plan:
     resting: Resting | None = None  # with offload: where values rest
     nodes: int = 1  # whose sums of gradients are added up: of these ranks, or with hybrid of their replicas
     why_flat: str = ""  # ranks are on several nodes, but messages do not go over two levels
+    choice: Any = None  # with plan=: the record of what was chosen
 
     def with_offload(self, offload: Offload, free: Free) -> Plan:
         """Where values rest with it. Raises OffloadError if its budget cannot be met."""
@@ -250,6 +251,7 @@ class Plan:
                 f"sent per step: {size(self.wire_bytes_per_step)}{self._across()}",
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
                 *self._node_copies(),
+                *([] if self.choice is None else [self.choice.line]),
             ]
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fullshard.byte_sizes import size, size_option
@@ -22,6 +23,7 @@ from fullshard.planning.offloading import Request, placed_need, shortage
 from fullshard.planning.subjects import Subject
 from fullshard.planning.timing import Timer
 from fullshard.planning.tracing import Trace, trace
+from fullshard.precision import Precision
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 SPARE = 0.08  # of the memory: CUDA's context, NCCL's buffers, what the allocator cannot use
@@ -41,7 +43,7 @@ class Question:
     ranks: int = 8
     memory_bytes: int = 0
     strategies: tuple[str, ...] = STRATEGIES
-    precision: str = "bf16"
+    precision: str | Precision = "bf16"
     optimizer: str = "adamw"
     recompute: CheckpointActivations = False
     node_ranks: int | None = None
@@ -51,6 +53,7 @@ class Question:
     adapters: Adapters | None = None  # None: every parameter trains
     offload: Request | None = None
     machine: Machine | None = None  # with one, how long a step takes
+    units: Any = None  # module classes, or None to find them
     rings: bool = False  # flat collectives over nodes are NCCL's rings
 
     def __post_init__(self) -> None:
@@ -208,7 +211,12 @@ def _need(step: Step, question: Question, strategy: str, changed: Changed = _as_
 def step_of(subject: Subject, question: Question) -> tuple[Step, int]:
     """One traced step of the model, with its adapters, and how many parameters it has without them."""
     units, traced, count = _traced(
-        subject, question.precision, question.recompute, question.adapters, question.on_gpu
+        subject,
+        question.precision,
+        question.recompute,
+        question.adapters,
+        question.on_gpu,
+        question.units,
     )
     return Step(units, traced, question.optimizer, question.on_gpu, question.accumulate), count
 
@@ -216,27 +224,28 @@ def step_of(subject: Subject, question: Question) -> tuple[Step, int]:
 @lru_cache(maxsize=32)
 def _traced(
     subject: Subject,
-    precision: str,
+    precision: str | Precision,
     recompute: CheckpointActivations,
     adapters: Adapters | None,
     on_gpu: bool,
+    units: Any,
 ) -> tuple[list[Unit], Trace, int]:
     """What does not depend on ranks, strategy and optimizer: traced once, however often it is asked for."""
-    options = parse(precision=precision, checkpoint_activations=recompute)
+    options = parse(precision=precision, checkpoint_activations=recompute, units=units)
     model = subject.build()
     count = sum(parameter.numel() for parameter in model.parameters())
     if adapters is not None:
         adapters.attach(model, options.precision.compute)
-    units = find_units(model, replace(options, on_gpu=on_gpu))
+    found = find_units(model, replace(options, on_gpu=on_gpu))
     with in_compute_dtype(model, options.precision.compute):
         try:
-            traced = trace(model, units, subject.run, recompute)
+            traced = trace(model, found, subject.run, recompute)
         except Exception as error:  # a forward that reads values, of which there are none
             raise OptionError(
                 f"the forward of {subject.name} does not run without values: {type(error).__name__}: {error}",
                 "Plan with a size that `fullshard plan --list` shows, or measure it with fullshard simulate.",
             ) from error
-    return units, traced, count
+    return found, traced, count
 
 
 def _advice(answer: Answer, step: Step) -> list[str]:

@@ -20,6 +20,7 @@ from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Need, Step
 from fullshard.planning.offloading import Request
 from fullshard.planning.settings import Choice, Rejected, Settings, seconds
+from fullshard.precision import Precision
 
 WIRES = ("int8-across", "int8")
 CLOSE = 1.02  # steps within that are taken to be equal: then the one that needs less memory is better
@@ -36,7 +37,7 @@ class Scope:
     machine: Machine
     memory_bytes: int  # of one device
     host_bytes: int | None = None  # of one host; None: no limit is known
-    precision: str = "bf16"
+    precision: str | Precision = "bf16"
     optimizer: str = "adamw"
     spare: float = SPARE
     on_gpu: bool = True

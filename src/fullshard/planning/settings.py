@@ -149,6 +149,14 @@ class Choice:
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.line, *lines])
 
+    def shown(self, rows: int = 8) -> str:
+        """The line, and the first rows of the table."""
+        lines = str(self).splitlines()
+        more = len(lines) - 2 - rows
+        return "\n".join(
+            lines[: rows + 2] + ([f"and {more} more: fs.plan(model).choice"] if more > 0 else [])
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON or YAML."""
         return {"fullshard_plan": FORMAT, **asdict(self)}

@@ -45,7 +45,7 @@ training:                    # sizes of batches are of all ranks together
   # time_limit_s: 3600       # save and stop after this time; the same command resumes
 
 # sharding:
-#   strategy: zero3          # replicate, zero1, zero2, zero3, hybrid
+#   strategy: zero3          # replicate, zero1, zero2, zero3, hybrid; auto chooses
 #   precision: fp32          # bf16, fp16
 #   checkpoint_activations: false  # true; offload: and block inputs in host memory
 #   offload: null            # host, optimizer, auto, or {device: 22GiB, host: 90GiB, disk: /scratch/run}

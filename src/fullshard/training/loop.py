@@ -24,6 +24,7 @@ from fullshard.api import accumulate, shard
 from fullshard.checkpoint.load import Loaded, load
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.saving.background import Saving
+from fullshard.comm.groups import rank_count
 from fullshard.data import Batches
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, GradientError, Uninitialised
@@ -118,7 +119,17 @@ class Run:
             state=settings.sharding.state,
             materialize=self.job.subject.materialize,
             device=self.job.device,
+            plan=self._planning() if settings.sharding.strategy == "auto" else None,
         )
+
+    def _planning(self) -> dict[str, Any]:
+        """For one micro-batch, as `Subject.logits` gives it to the model."""
+        settings, ranks = self.job.settings, rank_count()
+        size = settings.training.sequences // ranks // micro_batches(settings, ranks)
+        tokens = torch.zeros(size, settings.training.sequence_length, dtype=torch.long)
+        own = self.job.subject.shape is not None
+        batch: Any = tokens if own else {"input_ids": tokens, "use_cache": False}
+        return {"batch": batch}
 
     def begin(self) -> Path | None:
         """Load the newest checkpoint of the run, and return it; or the initial weights, and return None."""

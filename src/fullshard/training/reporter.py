@@ -62,7 +62,7 @@ class Reporter(Watcher):
         tokens = len(self._job.train) * settings.training.sequence_length
         lines = [
             f"{subject.name} of {subject.num_parameters:,} parameters, {tokens:,} tokens to train on.",
-            f"Sharded with {sharding.strategy} over {run.ranks} ranks, {where}, {precision}.",
+            f"Sharded with {plan(run.model).strategy} over {run.ranks} ranks, {where}, {precision}.",
             f"Memory is each rank's, {memory}.",
         ]
         lines += run.notes

@@ -105,7 +105,7 @@ class Training:
 class Sharding:
     """Options of `fs.shard`."""
 
-    strategy: Strategy = TABLE["strategy"].default
+    strategy: Literal[Strategy, "auto"] = TABLE["strategy"].default
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpoint_activations: CheckpointActivations = False
     offload: Literal["host", "optimizer", "auto"] | Offload | None = None
