@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.errors import DamagedCheckpoint, FullshardError
-from fullshard.tools.cli import checkpoints, completion, doctor, launch, machine, plan, simulate, train
+from fullshard.tools.cli import checkpoints, completion, doctor, launch, machine, plan, simulate, train, watch
 from fullshard.tools.cli.commands import Command, shown
 from fullshard.tools.cli.values import one_of
 from fullshard.version import VERSION
@@ -18,6 +18,7 @@ from fullshard.version import VERSION
 COMMANDS: tuple[Command, ...] = (
     train.TRAIN,
     launch.LAUNCH,
+    watch.WATCH,
     plan.PLAN,
     simulate.SIMULATE,
     doctor.DOCTOR,

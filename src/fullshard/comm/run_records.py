@@ -1,0 +1,103 @@
+"""The records of a run on this host, for tools that look at it from outside. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from fullshard.comm import host_summary
+from fullshard.comm.host_summary import RemotePeer, Row
+from fullshard.comm.recorder_files import (
+    HEADER,
+    SHARED,
+    WORD,
+    Folder,
+    Peer,
+    record_name,
+    records_parent,
+    records_prefix,
+)
+from fullshard.environment import host_name
+
+
+def newest_run() -> str | None:
+    """The folder of this user's records in which a rank has done something last."""
+    found: list[tuple[int, float, str]] = []
+    parent = records_parent()
+    for name in os.listdir(parent):
+        if not name.startswith(records_prefix()):
+            continue
+        try:
+            rows = RunRecords(os.path.join(parent, name)).rows()
+        except OSError:
+            continue
+        living = [row.place for row in rows if row.place.alive and not row.place.left]
+        if living:  # a model's records before those of the agreements around it, which have one channel
+            moved = min(place.since_s for place in living)
+            found.append((max(len(row.channels) for row in rows) > 1, -moved, os.path.join(parent, name)))
+    return max(found, default=(0, 0.0, None))[2]
+
+
+class RunRecords:
+    """All ranks that have a record in a folder, and those of other hosts that its ranks know of."""
+
+    def __init__(self, path: str) -> None:
+        self._folder = Folder(path)
+        self.host, self.path = host_name(), path
+        self._peers: dict[int, Peer] = {}
+        self._silent_s: dict[int, float] = {}
+
+    def peers(self) -> dict[int, Peer]:
+        for rank in self._folder.ranks():
+            if rank not in self._peers and (ranks := self._ranks(rank)):
+                peer = Peer.open(self._folder, rank, ranks)
+                if peer is not None:
+                    self._peers[rank] = peer
+        return dict(sorted(self._peers.items()))
+
+    def _ranks(self, rank: int) -> int:
+        """How many ranks the run has, by the header of a record."""
+        file = self._folder.open(record_name(rank))
+        if file is None:
+            return 0
+        try:
+            data = os.pread(file, HEADER.size, 0)
+            return int(HEADER.unpack(data)[5]) if len(data) == HEADER.size else 0
+        finally:
+            os.close(file)
+
+    def rows(self) -> list[Row]:
+        """Of this host, then of others."""
+        own = [row for peer in self.peers().values() if (row := host_summary.row_of(peer)) is not None]
+        here = {row.place.rank for row in own}
+        remote = [peer for peer in self._remote() if peer.row.place.rank not in here]
+        self._silent_s = {peer.row.place.rank: peer.silent_s for peer in remote}
+        return own + [peer.row._replace(place=peer.place()) for peer in remote]
+
+    def silent_s(self, rank: int) -> float:
+        """Of a rank of another host in the last rows: how old what is known of it is."""
+        return self._silent_s.get(rank, 0.0)
+
+    def _remote(self) -> list[RemotePeer]:
+        file = self._folder.open(SHARED)
+        if file is None:
+            return []
+        try:
+            data = os.pread(file, 2**26, 0)[HEADER.size + WORD.size :]
+        finally:
+            os.close(file)
+        found: dict[int, RemotePeer] = {}
+        try:
+            for text, age_s, read_at in json.loads(data or b"{}").get("hosts", []):
+                summary = host_summary.parse(text.encode())
+                if summary is None:
+                    continue
+                for row in summary.rows:
+                    peer = RemotePeer(summary, row, age_s, min(read_at, time.monotonic()))
+                    rank = row.place.rank
+                    if rank not in found or peer.silent_s < found[rank].silent_s:
+                        found[rank] = peer
+        except (ValueError, TypeError, AttributeError):
+            return []
+        return [found[rank] for rank in sorted(found)]
