@@ -20,7 +20,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo check test test-all test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
-	bench-checkpoint bench-eight-bit bench-muon bench-offload bench-plan bench-times clean
+	bench-checkpoint bench-eight-bit bench-low-bit bench-muon bench-offload bench-plan bench-times clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-simulator: env ## What the simulator predicts beside steps over a real, sh
 
 bench-eight-bit: env ## What gradients in 8-bit blocks between nodes cost in training; a GPU helps
 	$(BIN)/python bench/eight_bit.py
+
+bench-low-bit: env ## What optimizer state in 8-bit blocks costs in training; a GPU helps
+	$(BIN)/python bench/low_bit_state.py
 
 bench-muon: env ## Muon's step on one rank of simulated clusters, beside every rank repeating it; a GPU helps
 	$(BIN)/python bench/muon.py

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import fullshard as fs
 from fullshard.engine import low_bit
 from fullshard.engine.block_state import BlockState
+from fullshard.planning.answers import Question
 from fullshard.precision import BLOCK, STATE_ROW_BYTES
 
 BLOCKS = 600
@@ -125,3 +128,19 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         low_bit.encode(torch.zeros(BLOCK), torch.zeros(1, BLOCK, dtype=torch.uint8))
     with pytest.raises(ValueError, match="do not hold"):
         low_bit.decode(torch.zeros(1, STATE_ROW_BYTES, dtype=torch.uint8), torch.zeros(BLOCK + 1))
+
+
+def test_the_plan_counts_state_in_blocks_and_the_slabs_of_a_step() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(4)])
+    elements = 4 * 4096**2 // 8
+    exact, small = (fs.plan(model, ranks=8, units=nn.Linear, state=state) for state in ("exact", "8bit"))
+    assert (exact.state_bytes, exact.slab_bytes) == (8 * elements, 0)
+    assert small.state_bytes == 2 * elements // BLOCK * STATE_ROW_BYTES
+    assert small.slab_bytes == 8 * min(4 * 2**20, elements // 4)  # a chunk is of one unit
+    assert small.parameter_bytes == exact.parameter_bytes
+    assert "slabs" in str(small)
+    offloaded = fs.plan(model, ranks=8, units=nn.Linear, state="8bit", offload="optimizer")
+    assert offloaded.resting is not None
+    assert offloaded.resting.bytes_at("host", "state") == small.state_bytes
+    assert Question(memory_bytes=2**30, state="8bit").options("zero3").state == "8bit"

@@ -55,6 +55,7 @@ class Question:
     machine: Machine | None = None  # with one, how long a step takes
     units: Any = None  # module classes, or None to find them
     rings: bool = False  # flat collectives over nodes are NCCL's rings
+    state: str = "exact"  # how optimizer state rests, as fs.shard takes it
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -107,6 +108,7 @@ class Question:
             strategy=strategy,
             precision=self.precision,
             checkpoint_activations=self.recompute,
+            state=self.state,
             on_gpu=self.on_gpu,
         )
         return planned_levels(options, self.ranks, self.node_ranks or self.ranks)

@@ -138,9 +138,10 @@ def _at_rest(step: Step, plan: Plan) -> Need:
     """What one rank has on its device between passes, and in the optimizer's step."""
     kept_values, made_values = OPTIMIZERS[step.optimizer]
     resting = plan.resting
-    held = plan.parameter_bytes, plan.gradient_bytes, kept_values * plan.gradient_bytes
-    stepped = plan.gradient_bytes  # at the same time
-    slabs, transfers = 0, None
+    held = plan.parameter_bytes, plan.gradient_bytes, kept_values * plan.state_bytes // STATES
+    slabs, transfers = plan.slab_bytes, None
+    # Gradients of all parameters at the same time, or of a chunk.
+    stepped = min(plan.gradient_bytes, 4 * Offload.chunk) if slabs else plan.gradient_bytes
     if resting is not None:
         compute, master, gradients, state = (resting.bytes_at("device", kind) for kind in KINDS)
         held = compute + master, gradients, kept_values * state // STATES

@@ -10,7 +10,7 @@ import typer
 
 from fullshard.byte_sizes import parse_size
 from fullshard.errors import OptionError
-from fullshard.option_table import STRATEGIES
+from fullshard.option_table import STRATEGIES, TABLE
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.printing import as_json_text, table
 from fullshard.tools.cli.shared import (
@@ -27,7 +27,7 @@ from fullshard.tools.cli.shared import (
     Ranks,
 )
 from fullshard.tools.cli.shared import precision as precision_option
-from fullshard.tools.cli.values import one_of
+from fullshard.tools.cli.values import choice, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -208,6 +208,7 @@ def _plan(
             rich_help_panel=TRAINING,
         ),
     ] = None,
+    state: Annotated[str, choice("state", TRAINING)] = TABLE["state"].default,
     offload: Annotated[
         str | None,
         typer.Option(
@@ -275,6 +276,7 @@ def _plan(
         adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
         offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops, machine),
         machine=machine,
+        state=state,
     )
     if choose or smallest_ranks or largest_batch or save or global_batch is not None:
         from fullshard.tools.cli import plan_choice
@@ -477,6 +479,7 @@ def _print(result: Answer) -> None:
     more = ", activations recomputed" if question.recompute else ""
     more += " from inputs in host memory" if question.recompute == "offload" else ""
     more += ", inside fs.accumulate" if question.accumulate else ""
+    more += f", {question.state} optimizer state" if question.state != "exact" else ""
     if question.adapters is not None:
         more += f", LoRA of rank {question.adapters.rank} on {question.adapters.targets}"
         more += f" ({result.num_trainable:,} parameters train), base in {question.adapters.base_dtype}"
@@ -655,6 +658,7 @@ def _as_json(result: Answer, train_tokens: float | None) -> dict[str, Any]:
         "room_bytes": question.room_bytes,
         "precision": question.precision,
         "optimizer": question.optimizer,
+        "state": question.state,
         "batch": result.subject.batch,
         "checkpoint_activations": question.recompute,
         "accumulate": question.accumulate,

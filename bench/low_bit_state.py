@@ -1,0 +1,114 @@
+"""What optimizer state in 8-bit blocks costs: a byte-level GPT on the standard library's source.
+
+    make bench-low-bit    (or: python bench/low_bit_state.py --sizes small --seeds 0 1 --steps 20)
+
+One process trains with `fs.shard(state=...)`, exact and in 8-bit blocks, with AdamW. Every variant of a seed
+has the same values at the start and the same batches. Reported: the loss on held-out text, by how much it
+exceeds that of exact state, and the time of a step and of its optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fullshard as fs
+import report
+from eight_bit import CONTEXT, SEQUENCES, SIZES, Block, ByteGPT, loss_of, rate, text
+from report import machine, markdown
+
+VARIANTS = ("exact", "8bit")
+BETA2 = {"0.999": 0.999, "0.95": 0.95}
+
+
+class Found(NamedTuple):
+    loss: float
+    step_ms: float
+    optimizer_ms: float
+    state_bytes: int
+
+
+def trained(size: str, seed: int, variant: str, beta2: float, steps: int, data: Tensor) -> Found:
+    device, held_out = data.device, len(data) * 9 // 10
+    torch.manual_seed(seed)
+    model = fs.shard(ByteGPT(*SIZES[size]).to(device), units=Block, state=variant)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, beta2))
+    generator = torch.Generator().manual_seed(1000 + seed)
+    places = torch.arange(CONTEXT + 1)
+    spent: list[tuple[float, float]] = []
+    for step in range(steps):
+        starts = torch.randint(0, held_out - CONTEXT - 1, (2 * SEQUENCES,), generator=generator)
+        batch = data[(starts[:, None] + places).to(device)]
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, steps)
+        begin = _now(device)
+        loss_of(model, batch).backward()
+        middle = _now(device)
+        optimizer.step()
+        end = _now(device)
+        optimizer.zero_grad()
+        spent.append((end - begin, end - middle))
+    generator.manual_seed(7)
+    starts = torch.randint(held_out, len(data) - CONTEXT - 1, (8, 64), generator=generator)
+    with torch.no_grad():
+        losses = [loss_of(model, data[(part[:, None] + places).to(device)]) for part in starts]
+    states = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
+    times = [1e3 * median(times) for times in zip(*spent[steps // 4 :], strict=True)]
+    return Found(torch.stack(losses).mean().item(), *times, sum(v.nbytes for v in states))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--beta2", nargs="+", default=["0.999"], choices=list(BETA2))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=report.OUTPUT)
+    args = parser.parse_args()
+    data = text(torch.device(args.device))
+    found = {
+        (size, beta2, variant, seed): trained(size, seed, variant, BETA2[beta2], args.steps, data)
+        for size in args.sizes
+        for beta2 in args.beta2
+        for seed in args.seeds
+        for variant in VARIANTS
+    }
+    heads = ["model", "beta2", "state", "loss", "more than exact", "standard deviation over seeds"]
+    heads += ["step, ms", "optimizer, ms", "state, MB"]
+    rows = []
+    for size in args.sizes:
+        for beta2 in args.beta2:
+            exact = [found[size, beta2, "exact", seed].loss for seed in args.seeds]
+            for variant in VARIANTS:
+                each = [found[size, beta2, variant, seed] for seed in args.seeds]
+                more = [one.loss - other for one, other in zip(each, exact, strict=True)]
+                spread = stdev(more) if len(more) > 1 else 0.0
+                row = [size, beta2, variant, f"{mean(one.loss for one in each):.4f}", f"{mean(more):+.4f}"]
+                row += [f"{spread:.4f}", f"{median(one.step_ms for one in each):.1f}"]
+                row += [f"{median(one.optimizer_ms for one in each):.1f}", f"{each[0].state_bytes / 1e6:.2f}"]
+                rows.append(row)
+    about = f"{args.steps} steps of AdamW, {len(args.seeds)} seeds, {args.device}"
+    shown = f"{machine()}\n\n{about}\n\n{markdown(heads, rows)}\n"
+    print(shown)
+    args.output.mkdir(exist_ok=True, parents=True)
+    (args.output / "low_bit_state.md").write_text(shown)
+    values = {" ".join(map(str, key)): one._asdict() for key, one in found.items()}
+    (args.output / "low_bit_state.json").write_text(json.dumps(values, indent=1))
+
+
+if __name__ == "__main__":
+    main()
