@@ -21,7 +21,7 @@ from fullshard.tools import cli
 from fullshard.tools.cli import app, printing
 from fullshard.training import example
 
-NAMES = ["train", "launch", "plan", "simulate", "doctor", "inspect", "verify", "export", "env"]
+NAMES = ["train", "launch", "watch", "plan", "simulate", "doctor", "inspect", "verify", "export", "env"]
 
 
 class Terminal(io.StringIO):

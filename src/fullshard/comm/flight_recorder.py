@@ -260,6 +260,13 @@ class FlightRecorder:
                 found[channel] = (state.number, words)
         return found
 
+    def operation(self, channel: str, number: int) -> str:
+        """One of this rank's last operations, in words. For any thread."""
+        state = self._channels[channel]
+        label, step = state.recent[number & (RING - 1)] if number > state.number - RING else (b"", -1)
+        _, phase, unit = self.label_text(label[16:]) or (channel, "?", "?")
+        return Place(self.rank, number, channel, phase, unit, step, False, 0.0, True).operation
+
     def label_text(self, label_hash: bytes) -> tuple[str, str, str] | None:
         """Channel, phase and unit of an operation that this rank has begun at some time, by its hash."""
         for text, (_, label) in list(self._labels.items()):

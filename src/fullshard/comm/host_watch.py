@@ -101,7 +101,8 @@ class HostWatch:
         if not self._leads:
             return None
         self._rows = self._own_rows()
-        self._waits = any(row.place.waiting and row.place.since_s >= WAITED_S for row in self._rows)
+        waits = any(row.place.waiting and row.place.since_s >= WAITED_S for row in self._rows)
+        self._waits = waits or recorder.stuck_on_device is not None
         now = time.monotonic()
         reads = self._waits or now >= self._next_read
         if reads and not self._waits:
@@ -197,7 +198,7 @@ class HostWatch:
         folder, pid = recorder.folder, os.getpid()
         head = HEADER.pack(MAGIC, host(), pid, start_time(pid) or 0, recorder.rank, recorder.ranks, 0)
         known: dict[str, Any] = {}
-        if self._waits or recorder.stuck_on_device:
+        if self._waits:
             known = {
                 "store": link.silent_s,
                 "hosts": [

@@ -28,16 +28,18 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import standing
+from fullshard.comm.completions import Completions
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.host_watch import HostWatch
 from fullshard.comm.recorder_files import Note
 from fullshard.comm.standing import Standing
 from fullshard.comm.store_link import StoreLink, link_to_default_store
+from fullshard.environment import host_name
 
 _log = logging.getLogger("fullshard")
 _TICK_S = 1.0
 _NOTE_S = 2.0
-WARN_S = 4.0
+WARN_S, DEVICE_S = 4.0, 4.0
 _STORE_S = 0.3  # to wait for the store, once per second; an answer that is later is for the next time
 # Functions of torch.distributed that return on no rank before all ranks of the group have called them.
 _COLLECTIVES = frozenset(
@@ -59,6 +61,8 @@ class _Watch:
     """What is known of one recorder that does not move."""
 
     hosts: HostWatch
+    completions: Completions | None = None  # where the host does not wait for the device
+    next_device_warning_s: float = DEVICE_S
     sequence: int = -1
     quiet_s: float = 0.0
     place: tuple[Any, ...] = ()  # where the script stands: a frame, or operations that it is blocked in
@@ -77,12 +81,12 @@ _new = threading.Event()
 _lock, _link_lock = threading.Lock(), threading.Lock()
 
 
-def watch(recorder: FlightRecorder) -> None:
-    """Look at this recorder from now on, as long as it exists."""
+def watch(recorder: FlightRecorder, completions: Completions | None = None) -> None:
+    """Look at this recorder from now on, as long as it exists; and at what its device completes."""
     global _thread_of_pid
     with _lock:
         hosts = HostWatch(recorder)
-        _watched[recorder] = _Watch(hosts)
+        _watched[recorder] = _Watch(hosts, completions)
         recorder.before_leaving = partial(_leave, hosts)
         if _thread_of_pid != os.getpid():  # a forked process has no threads
             _thread_of_pid = os.getpid()
@@ -132,7 +136,32 @@ def _exchange_summaries(watches: list[HostWatch]) -> None:
         _log.debug("the monitor failed: %r", error)
 
 
+def _look_at_device(recorder: FlightRecorder, state: _Watch) -> None:
+    """Warn of an operation that the device does not come to while nothing before it completes either."""
+    stuck = state.completions.oldest() if state.completions is not None else None
+    if stuck is None or stuck.seconds < _NOTE_S:
+        recorder.stuck_on_device, state.next_device_warning_s = None, DEVICE_S
+        return
+    recorder.stuck_on_device = stuck.channel, stuck.number
+    if stuck.seconds < state.next_device_warning_s - _TICK_S / 2:
+        return
+    state.next_device_warning_s *= 2
+    standings = standing.standings(recorder, stuck.channel, stuck.number)
+    late = "".join(f"; late: {text}" for text in standing.late_texts(recorder, standings, {}))
+    _log.warning(
+        "rank %d on %s: %s%s", recorder.rank, host_name(), _device_text(recorder, stuck.seconds), late
+    )
+
+
+def _device_text(recorder: FlightRecorder, seconds: float = 0.0) -> str:
+    if recorder.stuck_on_device is None:
+        return ""
+    during = f" for {seconds:.0f} s" if seconds else ""
+    return f"the device has not come to {recorder.operation(*recorder.stuck_on_device)}{during}"
+
+
 def _look(recorder: FlightRecorder, state: _Watch) -> None:
+    _look_at_device(recorder, state)
     if recorder.sequence != state.sequence:
         if state.warned:
             _log.warning("rank %d: the operation went on after %.0f s", recorder.rank, state.quiet_s)
@@ -186,7 +215,8 @@ def _own_note(recorder: FlightRecorder, state: _Watch) -> Note:
     if place != state.place:
         state.place, state.place_since_ns = place, now_ns
     stack = _stack(recorder.thread)
-    return Note(_line(frame), name, members, waits, state.place_since_ns, now_ns, stack)
+    at = "; ".join(filter(None, (_device_text(recorder), _line(frame))))
+    return Note(at, name, members, waits, state.place_since_ns, now_ns, stack)
 
 
 def _stack(first: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.comm import monitor
+from fullshard.comm.completions import on_cuda
 from fullshard.comm.ending import never_destroy
 from fullshard.comm.flight_recorder import MUTUAL, FlightRecorder
 from fullshard.comm.host_summary import silent_hosts
@@ -72,8 +73,9 @@ class Watchdog:
         self._stall_timeout_s, self._arrival_s, self._training = stall_timeout_s, arrival_s, training
         self.observer: CommObserver | None = None
         self.stalled: Stalled | None = None
+        self._completions = on_cuda()
         if recorder.ranks > 1:
-            monitor.watch(recorder)
+            monitor.watch(recorder, None if host_waits else self._completions)
 
     def begin(self, channel: str, tag: OpTag) -> int:
         """Note an operation that is about to be issued; returns its running number."""
@@ -95,6 +97,7 @@ class Watchdog:
         if not self.host_waits and channel != "control":
             work.wait()  # the current stream waits, not the host
             self.recorder.end(channel, number)
+            self._completions.note(channel, number)
             return
         recorder = self.recorder
         begun = time.monotonic()
