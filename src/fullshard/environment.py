@@ -90,6 +90,7 @@ def variables_of_rank(rank: int, ranks: int, port: int, hides_gpus: bool) -> dic
     if ranks > 1:
         places = (rank, ranks, rank, ranks, "127.0.0.1", port)
         variables |= {name: str(value) for name, value in zip(ours, places, strict=True)}
+        variables["TORCHELASTIC_RUN_ID"] = "doctor"  # by which libraries know that ranks are started already
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     if hides_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""

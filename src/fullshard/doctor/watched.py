@@ -46,7 +46,17 @@ class Call:
     alive: list[tuple[str, weakref.ref[torch.Tensor], str, int]] = field(default_factory=list)
     computed: Computed | None = None
     gradients: list[torch.Tensor | None] = field(default_factory=list)
+    results: list[tuple[torch.Tensor, int, Any, int, Callable[[torch.Tensor], None]]] = field(
+        default_factory=list
+    )
     went_back: bool = False  # some backward has reached it
+
+    def follow_writes(self) -> None:
+        """Writing into an output that is a view (`loss *= 2`) drops its hook: its base has the gradient."""
+        for result, version, node, place, note in self.results:
+            if result._version != version:
+                node.register_prehook(_noting_gradient(place, result.shape, note))
+        self.results.clear()
 
 
 class Watched:
@@ -177,9 +187,18 @@ class Watched:
         if self.reference is None or not torch.is_grad_enabled():
             return
         before = self.reference.state()
-        computed = call.computed = self.reference.compute(
-            call.name, cloned(call.args), cloned(call.kwargs), call.state, True
-        )
+        try:
+            computed = self.reference.compute(
+                call.name, cloned(call.args), cloned(call.kwargs), call.state, True
+            )
+        except Exception as error:  # noqa: BLE001  what runs in a forward is not always the model's own
+            self.reference = None
+            what = (
+                f"{call.name or 'the model'} does not run without sharding: {type(error).__name__}: {error}"
+            )
+            self.note("not compared", why=what)
+            return
+        call.computed = computed
         self._compare_outputs(call, computed, output)
         self._compare_buffers()
         if self.reference.note_custom_functions(computed):
@@ -215,6 +234,10 @@ class Watched:
 
         for index, result in enumerate(results):
             result.register_hook(noting(index))  # type: ignore[no-untyped-call]
+            base = result._base if result._is_view() else None
+            if base is not None and base.grad_fn is not None and base.numel() == result.numel():
+                # By its node now: writing into a view gives its base another one.
+                call.results.append((result, result._version, base.grad_fn, base.output_nr, noting(index)))
 
     def _compare_outputs(self, call: Call, computed: Computed, output: Any) -> None:
         pairs = list(zip(call.inner, computed.inner, strict=False))
@@ -264,6 +287,7 @@ class Watched:
     def begin_backward(self) -> bool:
         """Whether it begins a sum of gradients, and does not add to one."""
         for call in self.calls:
+            call.follow_writes()
             if not call.went_back:
                 self._look_for_edits(call)
         if self._base is not None:
@@ -435,6 +459,16 @@ class Watched:
 
     def forget(self) -> None:
         self.calls.clear()
+
+
+def _noting_gradient(
+    place: int, shape: torch.Size, note: Callable[[torch.Tensor], None]
+) -> Callable[[Any], None]:
+    def look(gradients: Any) -> None:
+        if gradients[place] is not None:
+            note(gradients[place].reshape(shape))
+
+    return look
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

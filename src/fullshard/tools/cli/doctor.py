@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,12 +176,43 @@ def _run(request: _Request, folder: Path, ranks: int, steps: int, how: str) -> l
     folder.mkdir(parents=True)
     port, hides = _free_port(), torch.cuda.device_count() < ranks
     command = [sys.executable, "-m", "fullshard.tools.cli.examined", str(folder), str(steps), how]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
+    with _ended(processes):
+        _start(processes, [*command, *request.script], request.verbose, (folder, ranks, port, hides))
+        late = _wait(processes, folder, request.timeout_s)
+    return [_result(folder, rank, process, late) for rank, process in enumerate(processes)]
+
+
+@contextlib.contextmanager
+def _ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Afterwards none of them runs, also when this process is asked to end meanwhile."""
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    on_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, leave) if on_main else None
+    try:
+        yield
+    finally:
+        for process in processes:
+            _end(process)
+        if on_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _start(
+    processes: list[subprocess.Popen[bytes]],
+    command: Sequence[str],
+    verbose: bool,
+    place: tuple[Path, int, int, bool],
+) -> None:
+    folder, ranks, port, hides = place
     for rank in range(ranks):
         with open(folder / f"rank-{rank}.log", "wb") as log:
-            output: Any = sys.stderr if request.verbose else log
+            output: Any = sys.stderr if verbose else log
             process = subprocess.Popen(
-                [*command, *request.script],
+                command,
                 env=variables_of_rank(rank, ranks, port, hides),
                 stdout=output,
                 stderr=output,
@@ -188,12 +220,6 @@ def _run(request: _Request, folder: Path, ranks: int, steps: int, how: str) -> l
                 start_new_session=True,
             )
         processes.append(process)
-    try:
-        late = _wait(processes, folder, request.timeout_s)
-    finally:
-        for process in processes:
-            _end(process)
-    return [_result(folder, rank, process, late) for rank, process in enumerate(processes)]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> bool:
