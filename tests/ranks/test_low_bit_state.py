@@ -429,3 +429,37 @@ def _steps_alike() -> None:
 
 def test_blocks_are_aligned_and_exact_state_is_not_streamed() -> None:
     ranks.run(_steps_alike, 2)
+
+
+def _tensor_parallel(folder: Path) -> list[list[float]]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for state, resumes in (("exact", False), ("8bit", False), ("8bit", True)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fs.shard(model, mesh=mesh["dp"], state=state)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if resumes:
+            fs.load(folder, model, optimizer)
+        losses = []
+        for step in range(2 if resumes else 0, 4):
+            loss = model(torch.full((2, 64), step + 1.0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == 1 and state == "8bit":
+                fs.save(folder, model, optimizer)
+        found.append(losses)
+    return found
+
+
+def test_beside_tensor_parallelism_it_trains_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    exact, in_blocks, resumed = ranks.run(_tensor_parallel, 4, tmp_path / "saved")[0]
+    assert in_blocks == pytest.approx(exact, rel=0.02)
+    assert in_blocks != exact
+    assert resumed == in_blocks[2:]
