@@ -30,6 +30,7 @@ from fullshard.options import Options, parse
 from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import Plan, make_plan, planned_levels
 from fullshard.plan.units import Unit, find_units
+from fullshard.planning import shortage
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
@@ -140,6 +141,7 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
     _agree_on_model(comm, model, request.units, options)
     runtime = build(model, request.units, comm, options)
     runtime.plan = replace(runtime.plan, choice=choice)
+    shortage.watch(runtime)
     if request.moves:
         _move_rest(model, runtime, device)
     if device.type == "cuda":

@@ -1,0 +1,155 @@
+"""When a device runs out of memory: what was held, by kind and unit, against the plan, and what would fit.
+
+Nothing is watched while a model trains. An OutOfMemoryError that ends the script is explained by the hook for
+uncaught exceptions, from what the engine holds at that moment.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from typing import Any
+
+import torch
+
+from fullshard.byte_sizes import size
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import LiveUnit, State
+from fullshard.errors import unit_label
+from fullshard.offload import PRESETS
+
+_SCALES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
+_watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_installed: list[Any] = []
+
+
+def watch(runtime: Runtime) -> None:
+    """Explain an OutOfMemoryError that ends this process, for this model too."""
+    _watched.add(runtime)
+    if _installed and sys.excepthook is _installed[-1]:
+        return
+    before = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        before(kind, error, trace)
+        shortage = _shortage_in(error)
+        if shortage is not None:
+            for one in list(_watched):
+                sys.stderr.write(f"{explain(one, shortage)}\n")
+
+    _installed.append(hook)
+    sys.excepthook = hook
+
+
+def _shortage_in(error: BaseException | None) -> BaseException | None:
+    """The OutOfMemoryError that this error is, or comes from."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def explain(runtime: Runtime, error: BaseException) -> str:
+    """What the model held when the device had no more, and the cheapest change that would fit."""
+    plan, options = runtime.plan, runtime.options
+    device = runtime.comm.device
+    where = _computing(runtime.units, error)
+    full = _full(runtime, where)
+    full_bytes = sum(unit.full_bytes for unit in full)
+    here = [lane.rest for lane in runtime.lanes if lane.rest.device == device]
+    parameters = sum(rest.nbytes for rest in here)
+    gradients = sum(
+        p.grad.nbytes for p in runtime.parameters if p.grad is not None and p.grad.device == device
+    )
+    state = plan.state_bytes if plan.resting is None else plan.resting.bytes_at("device", "state")
+    taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    rest = max(0, taken - full_bytes - parameters - gradients - state)
+    rows = [
+        ("parameters at rest", parameters, plan.parameter_bytes),
+        ("gradients", gradients, plan.gradient_bytes),
+        ("optimizer state, by plan", state, plan.state_bytes),
+        ("full values", full_bytes, plan.full_bytes_at_peak),
+    ]
+    lines = [
+        f"fullshard: rank {runtime.comm.world_rank} ran out of memory on {device}"
+        + ("" if where is None else f" in {unit_label(where.name)}")
+        + f" ({options.strategy}, {runtime.comm.ranks} ranks). It held, against the plan:"
+    ]
+    lines += [f"  {name}: {size(held)}, planned {size(planned)}" for name, held, planned in rows]
+    largest = sorted(full, key=lambda unit: -unit.full_bytes)[:3]
+    if largest:
+        named = ", ".join(f"{unit_label(unit.name)} {size(unit.full_bytes)}" for unit in largest)
+        lines.append(f"  full were {len(full)} of {len(runtime.units)} units, the largest: {named}")
+    if taken:
+        lines.append(f"  everything else (activations, gradients in flight, other tensors): {size(rest)}")
+    choice = plan.choice
+    if choice is not None and choice.peak_bytes:
+        lines.append(f"  planned at the peak: {size(choice.peak_bytes)} of {size(choice.memory_bytes)}")
+    lines.append(f"fullshard: {remedy(runtime, requested_bytes(str(error)), full_bytes, rest)}")
+    return "\n".join(lines)
+
+
+def _full(runtime: Runtime, where: LiveUnit | None) -> list[LiveUnit]:
+    """A backward that failed leaves its units as they were; a forward has released them: by the schedule."""
+    if where is None:
+        return [unit for unit in runtime.units if unit.state is not State.AT_REST]
+    schedule = runtime.plan.schedule
+    calls = schedule.calls()
+    at = next((i for i, call in enumerate(calls) if call[:2] == ("forward", where.index)), 0)
+    return [runtime.units[index] for index in sorted(list(schedule.full_at(calls))[at])]
+
+
+def requested_bytes(message: str) -> int:
+    """What CUDA's allocator could not give, by its message; 0 if that does not have it."""
+    found = re.search(r"allocate ([0-9.]+) (KiB|MiB|GiB|bytes)", message)
+    return round(float(found[1]) * _SCALES[found[2]]) if found else 0
+
+
+def remedy(runtime: Runtime, needed: int, full_bytes: int, activations: int) -> str:
+    """Of the changes that free enough, the one that costs least time."""
+    options, plan = runtime.options, runtime.plan
+    sizes = sorted((unit.full_bytes for unit in runtime.units), reverse=True)
+    resting = sum(unit.nbytes for unit in (lane.rest for lane in runtime.lanes))
+    masters = [lane.rest.nbytes for lane in runtime.lanes if lane.dtypes.rest != lane.dtypes.compute]
+    away = plan.state_bytes + sum(masters)
+    changes: list[tuple[str, int]] = []  # in the order of what they cost
+    if options.strategy in ("zero2", "zero1", "replicate"):
+        changes.append(("strategy='zero3'", max(0, full_bytes - sum(sizes[:2]))))
+    elif full_bytes > sum(sizes[:2]):
+        changes.append(("keep_full=0", full_bytes - sum(sizes[:2])))
+    if plan.schedule.node_copies and options.keep_node != 0:
+        changes.append(("keep_node=0", plan.schedule.node_copy_bytes))
+    if not options.checkpoint_activations:
+        changes.append(("checkpoint_activations=True", activations // 2))
+    elif options.checkpoint_activations is True and runtime.comm.device.type == "cuda":
+        changes.append(("checkpoint_activations='offload'", activations // 4))
+    if options.offload is None:
+        changes.append(("offload='optimizer'", away))
+        changes.append(("offload='host'", away + resting))
+    elif options.offload == PRESETS["optimizer"]:
+        changes.append(("offload='host'", resting))
+    enough = [change for change in changes if change[1] >= max(1, needed)]
+    wanted = f" for the {size(needed)} that were requested" if needed else ""
+    if enough:
+        name, freed = enough[0]
+        return f"The cheapest change that would fit: {name}, which frees about {size(freed)}{wanted}."
+    if changes:
+        name, freed = max(changes, key=lambda change: change[1])
+        if freed:
+            return (
+                f"No single change frees enough{wanted}: {name} frees about {size(freed)}. Use it with fewer "
+                "tokens per rank, or more ranks."
+            )
+    if not options.checkpoint_activations:
+        return "Write checkpoint_activations=True, or use fewer tokens per rank."
+    return "Use fewer tokens per rank, or more ranks; fullshard plan shows what would fit."
+
+
+def _computing(units: list[LiveUnit], error: BaseException) -> LiveUnit | None:
+    """The innermost unit whose forward was running, by the traceback; None in a backward."""
+    unit_of = {id(module): unit for unit in units[1:] for module in unit.modules}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found = unit_of.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,92 @@
+"""A device that runs out of memory: what was held, against the plan, and the cheapest change that fits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+import ranks
+from fullshard.planning.shortage import requested_bytes
+
+MESSAGE = "CUDA out of memory. Tried to allocate {} KiB. GPU 0 has a total capacity of 1.00 GiB"
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str, kib: int) -> torch.Tensor:
+        ctx.where, ctx.kib = where, kib
+        if where == "forward":
+            raise torch.OutOfMemoryError(MESSAGE.format(kib))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.where == "backward":
+            raise torch.OutOfMemoryError(MESSAGE.format(ctx.kib))
+        return gradient, None, None
+
+
+class Block(nn.Module):
+    where, kib = "", 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Fails.apply(self.linear(x), self.where, self.kib)
+        return out
+
+
+def _reported(where: str, kib: int = 1, **options: Any) -> str:
+    model = nn.Sequential(*[Block() for _ in range(6)])
+    fs.shard(model, units=Block, **options)
+    model(torch.ones(2, 64)).sum().backward()
+    model[2].where, model[2].kib = where, kib
+    err = io.StringIO()
+    try:
+        model(torch.ones(2, 64)).sum().backward()
+    except torch.OutOfMemoryError as error:
+        with contextlib.redirect_stderr(err):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return next(part for part in err.getvalue().split("fullshard: rank")[1:] if options["strategy"] in part)
+
+
+def _reports() -> dict[str, str]:
+    found = {
+        where: _reported(where, strategy="zero2", checkpoint_activations=False)
+        for where in ("forward", "backward")
+    }
+    found["zero3"] = _reported("backward", strategy="zero3", keep_full=0)
+    found["offload"] = _reported("forward", strategy="hybrid", checkpoint_activations=True, keep_full=0)
+    found["too much"] = _reported("forward", 10**6, strategy="zero1")
+    return found
+
+
+def test_what_was_held_and_the_cheapest_change_are_named() -> None:
+    for found in ranks.run(_reports, 2):
+        for where in ("forward", "backward"):
+            text = found[where]
+            assert "ran out of memory on cpu" in text
+            assert "planned 97.5 KiB" in text
+            assert "parameters at rest: 48.8 KiB, planned 48.8 KiB" in text
+            assert "The cheapest change that would fit: " in text
+            assert "for the 1.0 KiB that were requested" in text
+        assert "in unit '2'" in found["forward"]
+        assert "full values: 65.0 KiB, planned 97.5 KiB" in found["forward"]  # three blocks, and one ahead
+        assert "strategy='zero3', which frees" in found["forward"]
+        assert "strategy='zero3'" not in found["zero3"]
+        assert "offload='optimizer'" in found["zero3"]
+        assert "offload='optimizer'" in found["offload"]
+        assert "No single change frees enough" in found["too much"]
+
+
+def test_the_bytes_of_a_message_are_read() -> None:
+    assert requested_bytes("Tried to allocate 2.00 GiB. GPU 0") == 2 * 2**30
+    assert requested_bytes("something else") == 0
