@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,9 @@ from pathlib import Path
 import pytest
 
 import hang_runs
+import namespaces
+import ranks
+import warm
 from hang_runs import Ended
 
 STALL_S = 12
@@ -115,6 +121,46 @@ def test_a_rank_of_another_host_is_named_with_its_host_and_what_it_does(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_all_kinds_of_stuck_and_lost_ranks_of_other_hosts_are_named(tmp_path: Path) -> None:
-    _check(MORE, tmp_path, at_once=4)
+    _check((CASES + MORE) * 3, tmp_path, at_once=4)
+
+
+@pytest.mark.timeout(300)
+def test_a_cut_link_is_named_on_both_sides_with_host_and_ranks(tmp_path: Path) -> None:
+    command = [f"{warm.commands()}/python", str(hang_runs.SCRIPT), "keeps stepping", str(tmp_path)]
+    try:
+        with namespaces.two_nodes() as nodes:
+            common = {
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": nodes[0].address,
+                "MASTER_PORT": str(ranks.free_port()),
+                "FULLSHARD_STALL_TIMEOUT_S": "14",
+            }
+            commands = [["env", f"RANK={rank}", *command] for rank in range(2)]
+            with namespaces.running(nodes, commands, tmp_path, **common) as started:
+                _wait_for(lambda: (tmp_path / "event").exists(), started, tmp_path)
+                cut_at = time.time()
+                namespaces.cut(nodes[1])
+                _wait_for(lambda: all(process.poll() is not None for process in started), started, tmp_path)
+                print(f"ended {time.time() - cut_at:.1f} s after the cut")
+    except namespaces.Unavailable as error:
+        pytest.skip(str(error))
+    near, far = ((tmp_path / f"node-{index}.log").read_text() for index in range(2))
+    silent = "this host was not heard of for"
+    assert re.search(rf"has waited \d+ s in .*Late: rank 1 on node-b: {silent}", near), near
+    assert re.search(rf"Stalled: .*nothing moved .*rank 1 on node-b: {silent}", near), near
+    assert re.search(
+        rf"has waited \d+ s in .*Late: the store of this run .*rank 0 on node-a: {silent}", far
+    ), far
+    assert re.search(rf"Stalled: .*rank 0 on node-a: {silent}", far), far
+
+
+def _wait_for(done: Callable[[], bool], started: list[subprocess.Popen[str]], folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline, namespaces.logs(folder)
+        assert any(process.poll() is None for process in started) or done(), namespaces.logs(folder)
+        time.sleep(0.1)

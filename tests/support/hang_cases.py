@@ -316,6 +316,17 @@ def diverging(change: Callable[[Run], Any]) -> Callable[[Run], Any]:
     return run_both
 
 
+def keeps_stepping(run: Run) -> NoReturn:
+    """Until something happens from outside; marked when hosts have had time to hear of each other."""
+    begun, marked = time.monotonic(), False
+    while True:
+        run.step()
+        time.sleep(0.05)
+        if not marked and time.monotonic() - begun > 4.0:
+            event()
+            marked = True
+
+
 BOTH: dict[str, Callable[[Run], Any]] = {
     "forward alone": lambda run: in_barrier(lambda: run.model(run.x)),
     "full alone": lambda run: in_barrier(lambda: enter_full(run)),
@@ -332,6 +343,7 @@ BOTH: dict[str, Callable[[Run], Any]] = {
     "stopped in backward": stopped_in_backward,
     "stopped in the optimizer": stopped_in_the_optimizer,
     "interrupted": interrupted,
+    "keeps stepping": keeps_stepping,
     "extra pass in evaluation": diverging(extra_pass_in_evaluation),
     "another unit": diverging(another_unit),
     "micro-batches": diverging(micro_batches),

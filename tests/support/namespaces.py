@@ -97,6 +97,12 @@ def shape(nodes: Sequence[Node], bits_per_s: float) -> None:
         raise Unavailable(f"cannot shape a link here: {_because(error)}") from error
 
 
+def cut(node: Node) -> None:
+    """Take its link down: nothing arrives any more, and nobody is notified of it."""
+    assert node.namespace is not None, "loopback is not cut"
+    ip("-n", node.namespace, "link", "set", node.interface, "down")
+
+
 def ip(*words: str) -> str:
     return _run([_program("ip"), *words])
 
