@@ -138,7 +138,8 @@ class HostWatch:
             rows = self._own_rows()
         if link is not None and rows and not any(row.place.alive and not row.place.left for row in rows):
             summary = Summary(host_name(), time.monotonic(), rows)
-            link.submit([lambda store: self._exchange(store, summary, False)], wait_s=_LEAVING_S)
+            job: Job = lambda store: self._exchange(store, summary, False)  # noqa: E731
+            link.submit([job], wait_s=_LEAVING_S, queue_s=_LEAVING_S)
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             peer.close()

@@ -34,9 +34,12 @@ class StoreLink:
         self._again = 0.0
         threading.Thread(target=self._run, name="fullshard store", daemon=True).start()
 
-    def submit(self, jobs: Sequence[Job], wait_s: float) -> bool:
-        """Run these, and wait so long for their end. False if they were left out, or still run."""
-        if self._under_way is not None and not self._under_way.is_set():
+    def submit(self, jobs: Sequence[Job], wait_s: float, queue_s: float = 0.0) -> bool:
+        """Run these, and wait so long for their end. False if they were left out, or still run.
+
+        queue_s: how long a batch that is under way is waited for before.
+        """
+        if self._under_way is not None and not self._under_way.wait(queue_s):
             return False
         done = threading.Event()
         self._under_way = done
