@@ -43,11 +43,14 @@ from typing import Any, NoReturn
 
 from warm_client import NUMBER, PASSED_ON, send
 
+# Another second, for whatever is compiled, with any backend. Importing it begins to use a GPU, if there is
+# one, which no process that is forked afterwards can use.
+_COMPILER = () if Path("/dev/nvidiactl").exists() else ("torch._inductor.compile_fx",)
 PRELOADED = (
+    *_COMPILER,
     "torch",
     "torch._dynamo",
     "torch._functorch.aot_autograd",  # a second, for optimizers and operators of one's own
-    "torch._inductor.compile_fx",  # another one, for whatever is compiled, with any backend
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
