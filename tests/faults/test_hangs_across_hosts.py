@@ -49,6 +49,7 @@ def late(rank: int, doing: str) -> str:
 
 SIGNAL, GONE, STILL = "stopped by a signal", "process has exited", "nothing moved for .*late: "
 SILENT = r"on node-\w: this host was not heard of for \d+ s"
+STORE = "the store of this run .*on the host of rank 0.* has not answered"  # it died before anything was read
 CASES = [
     Case("killed", "abb", 1, f"Stalled: .*rank 1 on node-b: {GONE}", GONE),
     Case("killed", "ab", 1, f"Stalled: .*rank 1 {SILENT}"),
@@ -64,7 +65,7 @@ MORE = [
         "micro-batches", "ab", 1, "numbers of micro-batches: rank 1 has more to come", "nothing was updated"
     ),
     Case("extra step", "ab", 1, "rank 1 on node-b: has left the run"),
-    Case("killed", "abb", 0, rf"Stalled: .*rank 0 (on node-a: {GONE}|{SILENT})"),
+    Case("killed", "abb", 0, rf"Stalled: .*(rank 0 (on node-a: {GONE}|{SILENT})|{STORE})"),
     Case("stopped", "ab", 1, f"Late: rank 1 {SILENT}", STILL),
     Case("out of memory", "abb", 2, rf"Stalled: .*rank 2 on node-b: (has left|{GONE})", "rank 2"),
     Case("exits", "abb", 2, f"Stalled: .*rank 2 on node-b: {GONE}", "rank 2"),
@@ -103,6 +104,7 @@ def _problems(case: Case, ended: Ended) -> list[str]:
 def _check(cases: list[Case], folder: Path, at_once: int) -> None:
     if os.environ.get("HANGS"):
         cases = [case for case in CASES + MORE if re.search(os.environ["HANGS"], str(case))]
+    warm.commands()
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(_run, cases, [folder / str(number) for number in range(len(cases))]))
     for case, ended in zip(cases, found, strict=True):

@@ -101,6 +101,9 @@ class FlightRecorder:
         self.thread = threading.get_ident()  # the one that uses it, last known
         self.stalled = False  # an operation of it was given up
         self._spans_hosts: bool | None = None  # not known yet
+        self.store_unreachable = (
+            ""  # in words, if the store through which other hosts are seen does not answer
+        )
         self.stuck_on_device: tuple[str, int] | None = None  # an operation that the device does not complete
         self._channels: dict[str, Channel] = {}
         self._labels: dict[tuple[str, str, str], tuple[Channel, bytes]] = {}

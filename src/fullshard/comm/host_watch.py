@@ -122,6 +122,7 @@ class HostWatch:
             if recorder.remote:
                 recorder.remote = {}
             self._asked.clear()
+            recorder.store_unreachable = ""
             return
         recorder.remote = self._remote(recorder, link)
 
@@ -235,6 +236,7 @@ class HostWatch:
                 f"the store of this run ({link.address}, on the host of rank 0 or of its launcher) "
                 f"has not answered for {silent_s:.0f} s"
             )
+        recorder.store_unreachable = reason
         peers: dict[int, RemotePeer] = {}
         for summary, age_s, read_at in hosts:
             for row in summary.rows:

@@ -211,6 +211,6 @@ class Watchdog:
                 return verdict
             if silent := silent_hosts(self.recorder.remote.values()):
                 return f"{failure}; {'; '.join(silent)}"
-            if time.monotonic() >= deadline:
-                return failure
+            if time.monotonic() >= deadline or self.recorder.store_unreachable:
+                return "; ".join(filter(None, (failure, self.recorder.store_unreachable)))
             time.sleep(0.2)
