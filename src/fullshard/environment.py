@@ -83,14 +83,13 @@ def compute_device(device: torch.device) -> torch.device:
 
 
 def variables_of_rank(rank: int, ranks: int, port: int, hides_gpus: bool) -> dict[str, str]:
-    """The environment of a process that is one of several ranks on this host; of `ranks` = 1, a process that
-    no launcher started."""
+    """The environment of a process that is a rank of this host, also of one rank alone: many scripts call
+    `init_process_group` whatever their number of ranks is."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
-    if ranks > 1:
-        places = (rank, ranks, rank, ranks, "127.0.0.1", port)
-        variables |= {name: str(value) for name, value in zip(ours, places, strict=True)}
-        variables["TORCHELASTIC_RUN_ID"] = "doctor"  # by which libraries know that ranks are started already
+    places = (rank, ranks, rank, ranks, "127.0.0.1", port)
+    variables |= {name: str(value) for name, value in zip(ours, places, strict=True)}
+    variables["TORCHELASTIC_RUN_ID"] = "doctor"  # by which libraries know that ranks are started already
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     if hides_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""

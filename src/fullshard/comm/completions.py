@@ -7,6 +7,9 @@ whether it has passed. As long as events pass, the device makes progress, howeve
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +19,8 @@ import torch
 
 _EVERY_NS = 10**6
 _MOST = 512  # events in flight: a host that is further ahead records no more of them
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_relaxed = threading.local()
 
 
 class _Event(Protocol):
@@ -35,9 +40,12 @@ class Completions:
     """`note` is called by the thread that queues operations, `oldest` by the monitor."""
 
     def __init__(
-        self, new_event: Callable[[], _Event], may_record: Callable[[], bool] = lambda: True
+        self,
+        new_event: Callable[[], _Event],
+        may_record: Callable[[], bool] = lambda: True,
+        before_query: Callable[[], None] = lambda: None,
     ) -> None:
-        self._new_event, self._may_record = new_event, may_record
+        self._new_event, self._may_record, self._before_query = new_event, may_record, before_query
         self._in_flight: deque[tuple[_Event, str, int]] = deque()
         self._spare: deque[_Event] = deque(maxlen=_MOST)
         self._next_ns = 0
@@ -60,6 +68,7 @@ class Completions:
         now = time.monotonic()
         while self._in_flight:
             event, channel, number = self._in_flight[0]
+            self._before_query()
             if not event.query():
                 if event is not self._oldest:
                     self._oldest, self._since = event, now
@@ -72,4 +81,15 @@ class Completions:
 
 def on_cuda() -> Completions:
     """Not while a CUDA graph is captured: an event that is recorded then is a part of the graph."""
-    return Completions(torch.cuda.Event, lambda: not torch.cuda.is_current_stream_capturing())
+    capturing = torch.cuda.is_current_stream_capturing
+    return Completions(torch.cuda.Event, lambda: not capturing(), _leave_captures_alone)
+
+
+def _leave_captures_alone() -> None:
+    """From now on queries by this thread do not end the capture of a graph by another one."""
+    if not getattr(_relaxed, "done", False):
+        _relaxed.done = True
+        with contextlib.suppress(OSError, AttributeError):  # no driver of NVIDIA's
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(
+                ctypes.byref(ctypes.c_int(_RELAXED))
+            )
