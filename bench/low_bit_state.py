@@ -105,7 +105,7 @@ def main() -> None:
     shown = f"{machine()}\n\n{about}\n\n{markdown(heads, rows)}\n"
     print(shown)
     args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "low_bit_state.md").write_text(shown)
+    (args.output / "low-bit-state.md").write_text(shown)
     values = {" ".join(map(str, key)): one._asdict() for key, one in found.items()}
     (args.output / "low_bit_state.json").write_text(json.dumps(values, indent=1))
 

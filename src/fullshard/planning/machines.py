@@ -151,7 +151,7 @@ CARDS: dict[str, _Card] = {
 _ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "4090": "rtx4090"}
 _ALIASES |= {"3090": "rtx3090", "5090": "rtx5090", "a10g": "a10", "h100-sxm": "h100"}
 # Of the public figures, by the size of a product: what an H200 reaches, see docs/benchmarks.md.
-_REACHED = {128: 0.01, 256: 0.04, 512: 0.12, 1024: 0.27, 2048: 0.56, 4096: 0.77, 8192: 0.86}
+_REACHED = {128: 0.01, 256: 0.04, 512: 0.12, 1024: 0.27, 2048: 0.49, 4096: 0.68, 8192: 0.76}
 _ATTENTION, _ATTENTION_BACKWARD, _MEMORY, _LINK = 0.45, 0.36, 0.85, 0.85
 NIC_BYTES_S = 50e9  # of each rank to other nodes, where none is given: 400 Gb/s
 
