@@ -12,7 +12,10 @@ import fullshard as fs
 from fullshard.engine import low_bit
 from fullshard.precision import BLOCK, STATE_ROW_BYTES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def wide(kind: str, dtype: torch.dtype) -> Tensor:

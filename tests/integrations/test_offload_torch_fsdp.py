@@ -21,7 +21,11 @@ from fullshard.engine.runtime import runtime_of
 def homes_of(model: nn.Module) -> dict[str, set[str]]:
     """By unit, where its values rest."""
     return {
-        unit.name: {home.kind for lane in unit.lanes for home in vars(lane.homes).values()}
+        unit.name: {
+            getattr(lane.homes, value).kind
+            for lane in unit.lanes
+            for value in ("master", "compute", "gradients", "state")
+        }
         for unit in runtime_of(model).units
     }
 

@@ -699,9 +699,10 @@ def _measured(kind: str, strategy: str, precision: str, recompute: bool) -> tupl
         out = model(tokens) if kind == "own" else model(input_ids=tokens, labels=tokens)
         (out[0] if kind == "own" else out.loss).backward()
 
-    backward()  # learns the order of the units
-    optimizer.step()
-    optimizer.zero_grad()
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         backward()

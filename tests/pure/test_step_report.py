@@ -32,6 +32,7 @@ class _Ranks:
         return SimpleNamespace(
             device=torch.device("cpu"),
             world_rank=rank,
+            all_ranks=len(members),
             replicas=2,  # waits for the maximum
             two_level=False,
             watchdog=SimpleNamespace(profiled=False, host_waits=True, recorder=_Recorder()),

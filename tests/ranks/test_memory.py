@@ -363,5 +363,6 @@ def peak_growth(strategy: str) -> tuple[int, int]:
 def test_a_meta_device_model_is_never_whole_on_a_rank(num_ranks: int) -> None:
     for growth, whole in ranks.run(peak_growth, num_ranks, "zero3", fresh=True, timeout_s=120.0):
         share, unit = whole / num_ranks, whole / META_BLOCKS
-        # Its share, and what one unit takes while it is cut: as built, as a lane, as a message.
-        assert 0.9 * share < growth < share + 3 * unit, f"{growth / whole:.2f} of the whole"
+        # Its share, and what one unit takes while it is cut: as built, as a lane, as a message; and what
+        # threads and connections take.
+        assert 0.9 * share < growth < share + 3 * unit + 2**24, f"{growth / whole:.2f} of the whole"

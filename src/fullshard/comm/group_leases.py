@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Hashable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -28,8 +29,12 @@ _MANY = frozenset(4 * 2**doublings for doublings in range(20))
 class Lease:
     """Groups in the order in which a model asks for them: made at the first time, then used again."""
 
+    _groups_made: ClassVar[Counter[tuple[int, ...]]] = (
+        Counter()
+    )  # of this process: the same on all their ranks
+
     def __init__(self) -> None:
-        self._groups: list[tuple[list[int], Any]] = []
+        self._groups: list[tuple[list[int], Any, int]] = []  # with how many were made of these ranks by then
         self._taken = 0
         self._ended: dict[str, int] | None = None  # operations by channel, once its model is gone
 
@@ -37,9 +42,19 @@ class Lease:
         if self._taken < len(self._groups) and self._groups[self._taken][0] != ranks:
             del self._groups[self._taken :]  # another tensor-parallel mesh beside the same grid
         if self._taken == len(self._groups):
-            self._groups.append((list(ranks), new_group(ranks)))
+            made = self._groups_made[tuple(ranks)] = self._groups_made[tuple(ranks)] + 1
+            self._groups.append((list(ranks), new_group(ranks), made))
         self._taken += 1
         return self._groups[self._taken - 1][1]
+
+    def wider_group(self, ranks: list[int], agree: Callable[[int], Sequence[int]]) -> Any:
+        """A group with ranks of other leases, which need not have ended when this one has: it is used again
+        only if all of them have it, as `agree` shows."""
+        following = self._groups[self._taken :][:1]
+        known = following[0][2] if following and following[0][0] == ranks else 0
+        if {*agree(known)} != {known} or not known:
+            del self._groups[self._taken :]
+        return self.group(ranks)
 
     def begin(self, owner: Any, recorder: FlightRecorder) -> None:
         """It lasts as long as `owner`, whose operations are in this recorder."""

@@ -381,8 +381,8 @@ class Comm:
     def join(self, world: Any) -> None:
         """The tensor-parallel groups of these ranks hold other parts: sums of shards go over them, too."""
         small = world.tp_ranks_of(self._shard_members)
-        self._small_group, self._small_ranks = self.lease.group(small), len(small)
-        self._joined = world
+        self._small_group = self.lease.wider_group(small, world.all_gather_object)
+        self._small_ranks, self._joined = len(small), world
 
     @property
     def world(self) -> Any:

@@ -45,6 +45,7 @@ class _Ranks(Protocol):
 
     device: torch.device
     world_rank: int
+    all_ranks: int
     replicas: int
     two_level: bool
     watchdog: Watchdog
@@ -115,7 +116,10 @@ class StepReport:
 
     def _channels(self) -> list[str]:
         """Those on which all ranks have begun the same operations at the end of a backward: not with second
-        legs of gathers, which begin when the first are over."""
+        legs of gathers, which begin when the first are over. None with tensor parallelism, whose ranks need
+        not have the same parts of the same units."""
+        if len(self._comm.world.members) != self._comm.all_ranks:
+            return []
         second = ["gather"] if self._comm.two_level else []
         known = self._comm.watchdog.recorder.channels()
         return sorted(name for name in known if name.startswith(("gather", "reduce")) and name not in second)

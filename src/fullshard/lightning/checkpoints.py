@@ -24,6 +24,7 @@ from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.comm.control import ControlGroup, control_group
+from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, FullshardError, NotSupported
 from fullshard.state.optimizer_state import show_state_shards
@@ -160,6 +161,8 @@ def remove(path: str | os.PathLike[str]) -> bool:
 class Combined(torch.optim.Optimizer):
     """Groups and states of several optimizers, to save and load. It has no step."""
 
+    fullshard_step = "element-wise"  # `combine` refuses others
+
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         seen: dict[int, str] = {}
         for optimizer in optimizers:
@@ -181,6 +184,13 @@ def combine(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimize
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     name = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+    for optimizer in optimizers:
+        if owned_step(optimizer) is not None:
+            raise NotSupported(
+                f"a checkpoint of several optimizers, {name}, of which {type(optimizer).__name__} steps on "
+                f"entire tensors",
+                "Use one optimizer, or save with save_weights_only=True.",
+            )
     kind: type[Combined] = type(name, (Combined,), {})
     return kind(optimizers)
 
