@@ -29,9 +29,8 @@ _MANY = frozenset(4 * 2**doublings for doublings in range(20))
 class Lease:
     """Groups in the order in which a model asks for them: made at the first time, then used again."""
 
-    _groups_made: ClassVar[Counter[tuple[int, ...]]] = (
-        Counter()
-    )  # of this process: the same on all their ranks
+    # Of this process, by their ranks; the same on all of these.
+    _groups_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
 
     def __init__(self) -> None:
         self._groups: list[tuple[list[int], Any, int]] = []  # with how many were made of these ranks by then
