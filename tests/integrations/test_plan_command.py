@@ -732,7 +732,8 @@ def test_plan_is_near_what_a_run_allocates() -> None:
     (found,) = ranks.run(_beside, 1, CASES, timeout_s=200)
     for case, (planned, (rest, step)) in zip(CASES, found, strict=True):
         assert planned.rest == rest, case
-        assert -0.01 < (planned.peak - planned.rest) / step - 1 < 0.05, case
+        # Behind other tests, transformers' passes have been seen to take 1.3 % more than in a new process.
+        assert -0.02 < (planned.peak - planned.rest) / step - 1 < 0.05, case
 
 
 # --- time, and choosing -----------------------------------------------------------------------------------
