@@ -727,13 +727,13 @@ def _beside(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, tuple[in
     return found
 
 
+@pytest.mark.long  # beside other tests, torch's profiler has counted up to 2 MB that are not the step's
 def test_plan_is_near_what_a_run_allocates() -> None:
     """A world of one: torch's memory profiler beside gloo's threads has ended a rank with signal 11."""
     (found,) = ranks.run(_beside, 1, CASES, timeout_s=200)
     for case, (planned, (rest, step)) in zip(CASES, found, strict=True):
         assert planned.rest == rest, case
-        # Behind other tests, transformers' passes have been seen to take 1.3 % more than in a new process.
-        assert -0.02 < (planned.peak - planned.rest) / step - 1 < 0.05, case
+        assert -0.01 < (planned.peak - planned.rest) / step - 1 < 0.05, case
 
 
 # --- time, and choosing -----------------------------------------------------------------------------------

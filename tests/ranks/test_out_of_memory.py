@@ -55,7 +55,8 @@ def _reported(where: str, kib: int = 1, **options: Any) -> str:
     except torch.OutOfMemoryError as error:
         with contextlib.redirect_stderr(err):
             sys.excepthook(type(error), error, error.__traceback__)
-    return next(part for part in err.getvalue().split("fullshard: rank")[1:] if options["strategy"] in part)
+    parts = err.getvalue().split("fullshard: rank")[1:]  # of every model of this process that is still there
+    return next(part for part in reversed(parts) if f"({options['strategy']}," in part)
 
 
 def _reports() -> dict[str, str]:
