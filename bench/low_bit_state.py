@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fullshard as fs
 import report
-from eight_bit import CONTEXT, SEQUENCES, SIZES, Block, ByteGPT, loss_of, rate, text
+from eight_bit import CONTEXT, SEQUENCES, SIZES, Block, ByteGPT, held_out_loss, loss_of, rate, text
 from report import machine, markdown
 
 VARIANTS = ("exact", "8bit")
@@ -55,13 +55,9 @@ def trained(size: str, seed: int, variant: str, beta2: float, steps: int, data: 
         end = _now(device)
         optimizer.zero_grad()
         spent.append((end - begin, end - middle))
-    generator.manual_seed(7)
-    starts = torch.randint(held_out, len(data) - CONTEXT - 1, (8, 64), generator=generator)
-    with torch.no_grad():
-        losses = [loss_of(model, data[(part[:, None] + places).to(device)]) for part in starts]
     states = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
     times = [1e3 * median(times) for times in zip(*spent[steps // 4 :], strict=True)]
-    return Found(torch.stack(losses).mean().item(), *times, sum(v.nbytes for v in states))
+    return Found(held_out_loss(model, data, 8), *times, sum(v.nbytes for v in states))
 
 
 def _now(device: torch.device) -> float:
@@ -105,7 +101,7 @@ def main() -> None:
     shown = f"{machine()}\n\n{about}\n\n{markdown(heads, rows)}\n"
     print(shown)
     args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "low-bit-state.md").write_text(shown)
+    (args.output / "low_bit_state.md").write_text(shown)
     values = {" ".join(map(str, key)): one._asdict() for key, one in found.items()}
     (args.output / "low_bit_state.json").write_text(json.dumps(values, indent=1))
 

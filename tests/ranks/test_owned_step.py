@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,18 @@ def _by_norm(parameters: Any) -> torch.optim.Optimizer:
     return kinds.ByParameterNorm(parameters, lr=0.01)
 
 
+def _closure(model: nn.Module, step: int) -> torch.Tensor:
+    model.zero_grad()
+    loss = owned_cases.loss_of(model, step)
+    loss.backward()
+    return loss
+
+
 def _with_closure() -> list[str]:
     pair = Pair(_by_norm)
     for step in range(3):
         for model, optimizer in ((pair.model, pair.optimizers[1]), (pair.reference, pair.optimizers[0])):
-
-            def closure(model: nn.Module = model, step: int = step) -> torch.Tensor:
-                model.zero_grad()
-                loss = owned_cases.loss_of(model, step)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(partial(_closure, model, step))
     return pair.differing()
 
 
@@ -115,14 +116,7 @@ def _with_lbfgs() -> list[str]:
     for step in range(2):
         losses = []
         for model, optimizer in ((pair.model, pair.optimizers[1]), (pair.reference, pair.optimizers[0])):
-
-            def closure(model: nn.Module = model, step: int = step) -> torch.Tensor:
-                model.zero_grad()
-                loss = owned_cases.loss_of(model, step)
-                loss.backward()
-                return loss
-
-            losses.append(float(optimizer.step(closure)))
+            losses.append(float(optimizer.step(partial(_closure, model, step))))
         assert losses[0] == losses[1]
     return pair.differing()
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 
 from fullshard.comm import host_summary
 from fullshard.comm.host_summary import RemotePeer, Row
@@ -20,23 +24,52 @@ from fullshard.comm.recorder_files import (
 )
 from fullshard.environment import host_name
 
+_MOST_FOLDERS, _MOST_RANKS = 50, 64
+
 
 def newest_run() -> str | None:
     """The folder of this user's records in which a rank has done something last."""
     found: list[tuple[int, float, str]] = []
-    parent = records_parent()
-    for name in os.listdir(parent):
-        if not name.startswith(records_prefix()):
-            continue
+    for records in _runs_in(records_parent()):
         try:
-            rows = RunRecords(os.path.join(parent, name)).rows()
+            rows = records.rows()
         except OSError:
             continue
         living = [row.place for row in rows if row.place.alive and not row.place.left]
         if living:  # a model's records before those of the agreements around it, which have one channel
             moved = min(place.since_s for place in living)
-            found.append((max(len(row.channels) for row in rows) > 1, -moved, os.path.join(parent, name)))
+            found.append((max(len(row.channels) for row in rows) > 1, -moved, records.path))
     return max(found, default=(0, 0.0, None))[2]
+
+
+def standings() -> list[list[str]]:
+    """By run of this user: where each rank is or was last, and the line of the script where it stands, if it
+    wrote one."""
+    found = []
+    for parent in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
+        for records in itertools.islice(_runs_in(parent), _MOST_FOLDERS):
+            with contextlib.suppress(OSError):
+                peers = itertools.islice(records.peers().values(), _MOST_RANKS)
+                found.append([text for peer in peers if (text := _standing(peer))])
+    return [run for run in found if run]
+
+
+def _standing(peer: Peer) -> str:
+    place, note = peer.place(), peer.note()
+    return "" if place is None else f"{place}{'' if note is None else f'; it stands at {note.at}'}"
+
+
+def _runs_in(parent: str) -> Iterator[RunRecords]:
+    """Each is closed when the next one comes."""
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(parent)):
+            if name.startswith(records_prefix()):
+                with contextlib.suppress(OSError):  # gone, a link, or another user's
+                    records = RunRecords(os.path.join(parent, name))
+                    try:
+                        yield records
+                    finally:
+                        records.close()
 
 
 class RunRecords:
@@ -47,6 +80,11 @@ class RunRecords:
         self.host, self.path = host_name(), path
         self._peers: dict[int, Peer] = {}
         self._silent_s: dict[int, float] = {}
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._folder.close()
 
     def peers(self) -> dict[int, Peer]:
         for rank in self._folder.ranks():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fullshard import environment
-from fullshard.comm.recorder_reading import standings
+from fullshard.comm.run_records import standings
 from fullshard.doctor.cluster import versions
 from fullshard.doctor.judges import Event, of_kind
 from fullshard.link_speeds import recall_speeds

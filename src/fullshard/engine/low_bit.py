@@ -25,12 +25,13 @@ Magnitudes below 2 ** -90 become zero. A block with a value that is not finite d
 from __future__ import annotations
 
 import functools
-import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fullshard.engine.triton_kernels import compile_kernels, launch
 from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
 if TYPE_CHECKING:
@@ -54,14 +55,9 @@ def rows_of(num_elements: int) -> int:
 @torch.no_grad()
 def encode(values: Tensor, rows: Tensor) -> None:
     """Flat values, a multiple of BLOCK, into rows of STATE_ROW_BYTES bytes."""
-    _check(values, rows)
-    if not len(rows):
-        return
-    if values.is_cuda and (kernels := _kernels()) is not None:
-        _launch(kernels.encode, values, rows, _table(values.device), len(rows))
-        return
-    for start in range(0, len(rows), _AT_ONCE):
-        _encode(values.view(-1, BLOCK)[start : start + _AT_ONCE], rows[start : start + _AT_ONCE])
+    if not _by_kernel("encode", values, rows):
+        for some, into in _parts_at_once(values, rows):
+            _encode(some, into)
 
 
 def _encode(values: Tensor, rows: Tensor) -> None:
@@ -88,14 +84,9 @@ def _encode(values: Tensor, rows: Tensor) -> None:
 @torch.no_grad()
 def decode(rows: Tensor, values: Tensor) -> None:
     """The inverse of `encode`."""
-    _check(values, rows)
-    if not len(rows):
-        return
-    if values.is_cuda and (kernels := _kernels()) is not None:
-        _launch(kernels.decode, values, rows, _table(values.device), len(rows))
-        return
-    for start in range(0, len(rows), _AT_ONCE):
-        _decode(rows[start : start + _AT_ONCE], values.view(-1, BLOCK)[start : start + _AT_ONCE])
+    if not _by_kernel("decode", values, rows):
+        for into, some in _parts_at_once(values, rows):
+            _decode(some, into)
 
 
 def _decode(rows: Tensor, values: Tensor) -> None:
@@ -105,6 +96,22 @@ def _decode(rows: Tensor, values: Tensor) -> None:
     at = torch.where(signed, (code & _SIGNED) + _SIGNED_AT, code)
     out = _table(values.device).take(at).mul_(scales.abs())
     values.copy_(torch.where(signed & (code > _SIGNED), -out, out))
+
+
+def _by_kernel(name: str, values: Tensor, rows: Tensor) -> bool:
+    """Whether that was all: on a GPU, by a kernel, or because there is nothing to do."""
+    _check(values, rows)
+    if not len(rows):
+        return True
+    if not values.is_cuda or (kernels := _kernels()) is None:
+        return False
+    grid = (-(-len(rows) // _TILE),)
+    launch(getattr(kernels, name), grid, _OPTIONS, values, rows, _table(values.device), len(rows))
+    return True
+
+
+def _parts_at_once(values: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(values.view(-1, BLOCK), _AT_ONCE), torch.split(rows, _AT_ONCE), strict=True)
 
 
 def _check(values: Tensor, rows: Tensor) -> None:
@@ -151,19 +158,9 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> _Kernels | None:
-    """The compiled kernels; None where triton is missing."""
-    try:
-        triton = importlib.import_module("triton")
-    except ImportError:
-        return None
-    globals()["tl"] = importlib.import_module("triton.language")  # kernels look it up under this name
-    return _Kernels(triton.jit(_encode_kernel), triton.jit(_decode_kernel))
-
-
-def _launch(kernel: Any, values: Tensor, rows: Tensor, table: Tensor, num_rows: int) -> None:
-    """On the device of the values: triton itself takes the current one."""
-    with torch.cuda.device(values.device):
-        kernel[(-(-num_rows // _TILE),)](values, rows, table, num_rows, **_OPTIONS)
+    """None where triton is missing."""
+    compiled = compile_kernels(globals(), _encode_kernel, _decode_kernel)
+    return None if compiled is None else _Kernels(*compiled)
 
 
 def _encode_kernel(

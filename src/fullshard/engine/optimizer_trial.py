@@ -128,18 +128,7 @@ def try_on_shards(
     modules: Iterable[nn.Module] = (),
 ) -> Verdict:
     """Try a copy. `placed` has the sharded parameters by identity; `modules` are not copied."""
-    trial = _Trial(optimizer, placed, closure, list(modules))
-    with _undisturbed(optimizer), _without_compilation():
-        try:
-            found = trial.finding()
-            if trial.compiles if found is None else found.raised:
-                trial.plain_gradients = True
-                found = trial.finding()
-            text = None if found is None else found.text
-            in_blocks = found is None and trial.is_wrong_elsewhere()
-            return Verdict(text, plain_gradients=trial.plain_gradients, sums=trial.sums, in_blocks=in_blocks)
-        except _Untried as error:
-            return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
+    return _tried(_Trial(optimizer, placed, closure, list(modules)), _on_shards)
 
 
 def try_owned(
@@ -149,19 +138,35 @@ def try_owned(
     modules: Iterable[nn.Module] = (),
 ) -> Verdict:
     """Try a copy as owners of tensors would run it. `finding`: why that is not right."""
-    trial = _Trial(optimizer, placed, closure, list(modules))
-    with _undisturbed(optimizer), _without_compilation():
+    return _tried(_Trial(optimizer, placed, closure, list(modules)), _by_owners)
+
+
+def _tried(trial: _Trial, judge: Callable[[_Trial], Verdict]) -> Verdict:
+    with _undisturbed(trial.optimizer), _without_compilation():
         try:
-            found = None if closure else trial.of_owners(bucketed=True)
-            if found is None and not closure:
-                return Verdict(None, bucketed=True)
-            found = trial.of_owners(bucketed=False)
-            text = None if found is None else found.text
-            return Verdict(text, random=found is not None and found.random)
+            return judge(trial)
         except _Untried as error:
             return Verdict(f"it could not be tried on synthetic parameters ({error})", tried=False)
-        except _Incomparable as error:
-            return Verdict(str(error))
+
+
+def _on_shards(trial: _Trial) -> Verdict:
+    found = trial.finding()
+    if trial.compiles if found is None else found.raised:
+        trial.plain_gradients = True
+        found = trial.finding()
+    text = None if found is None else found.text
+    in_blocks = found is None and trial.is_wrong_elsewhere()
+    return Verdict(text, plain_gradients=trial.plain_gradients, sums=trial.sums, in_blocks=in_blocks)
+
+
+def _by_owners(trial: _Trial) -> Verdict:
+    try:
+        if not trial.closure and trial.of_owners(bucketed=True) is None:
+            return Verdict(None, bucketed=True)
+        found = trial.of_owners(bucketed=False)
+    except _Incomparable as error:
+        return Verdict(str(error))
+    return Verdict(None) if found is None else Verdict(found.text, random=found.random)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ unpacked row gives that row again.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fullshard.engine.triton_kernels import compile_kernels, launch
 from fullshard.precision import BLOCK, ROW_ALIGN_BYTES, packed_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def pack(values: Tensor, packed: Tensor, residual: Tensor | None = None) -> None
     else:
         tile = _PACK_TILE if residual is None else _FEEDBACK_TILE
         grid = (-(-elements // tile), rows)  # triton launches nothing for no rows
-        _launch(
+        launch(
             kernels.pack, grid, _PACK_OPTIONS, values, packed, residual, elements, row_bytes, tile // BLOCK
         )
 
@@ -70,7 +70,7 @@ def unpack(packed: Tensor, out: Tensor) -> None:
     else:
         tile = _UNPACK_BYTES // out.itemsize
         grid = (-(-elements // tile), rows)
-        _launch(kernels.unpack, grid, _UNPACK_OPTIONS, packed, out, elements, row_bytes, tile // BLOCK)
+        launch(kernels.unpack, grid, _UNPACK_OPTIONS, packed, out, elements, row_bytes, tile // BLOCK)
 
 
 def add_rows(packed: Tensor, out: Tensor, factor: float) -> None:
@@ -85,7 +85,7 @@ def add_rows(packed: Tensor, out: Tensor, factor: float) -> None:
         _add_rows(packed, out, factor)
     else:
         grid = (-(-elements // _ADD_TILE),)
-        _launch(kernels.add_rows, grid, _ADD_OPTIONS, packed, out, float(factor), rows, elements, row_bytes)
+        launch(kernels.add_rows, grid, _ADD_OPTIONS, packed, out, float(factor), rows, elements, row_bytes)
 
 
 def _check(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -192,23 +192,9 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> _Kernels | None:
-    """The compiled kernels; None where triton is missing."""
-    try:
-        triton = importlib.import_module("triton")
-    except ImportError:
-        return None
-    globals()["tl"] = importlib.import_module("triton.language")  # kernels look it up under this name
-    return _Kernels(triton.jit(_pack_kernel), triton.jit(_unpack_kernel), triton.jit(_add_kernel))
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], options: dict[str, Any], *arguments: Any) -> None:
-    """On the device of the first argument: triton itself takes the current one."""
-    device = arguments[0].get_device()
-    if device == torch.cuda.current_device():
-        kernel[grid](*arguments, **options)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](*arguments, **options)
+    """None where triton is missing."""
+    compiled = compile_kernels(globals(), _pack_kernel, _unpack_kernel, _add_kernel)
+    return None if compiled is None else _Kernels(*compiled)
 
 
 def _pack_kernel(

@@ -350,7 +350,7 @@ class Reduction:
         comm, reduction, wire = self._comm, flight.reduction, flight.reduction.across
         group, lane = comm.cross_node_group, reduction.lane
         assert group is not None
-        share, device = lane.layout.total // comm.shard_group.ranks, lane.home.compute_device
+        device = lane.home.compute_device
         shape = group.ranks, self._row_elements(lane, wire)
         if self.postponing and comm.replicas > 1:
             self._postpone_sum(flight, torch.empty(shape, dtype=lane.dtypes.sum, device=device).view(-1))
@@ -365,7 +365,7 @@ class Reduction:
         received = torch.empty_like(rows)
         residual = reduction.residual(Leg.ACROSS, values) if self._keeps_residual(wire) else None
         with comm.beside("sums of nodes"):
-            self._sum_of_node(flight, values.view(-1), share, postponed)
+            self._sum_of_node(flight, values.view(-1), postponed)
             if rows is not values:
                 wire.encode(values, rows, residual)
             operation = group.exchange(as_bytes(received), as_bytes(rows), self._tag(lane))
@@ -375,15 +375,13 @@ class Reduction:
     def _postpone_sum(self, flight: InFlight, total: torch.Tensor) -> None:
         """The node's sum stays here until the last micro-batch."""
         reduction = flight.reduction
-        share = reduction.lane.layout.total // self._comm.shard_group.ranks
         postponed, reduction.accumulated_shard = reduction.accumulated_shard, total
         with self._comm.beside("sums of nodes"):
-            self._sum_of_node(flight, total, share, postponed)
+            self._sum_of_node(flight, total, postponed)
             self._mark_read(flight, total, *(() if postponed is None else (postponed,)))
 
-    def _sum_of_node(
-        self, flight: InFlight, total: torch.Tensor, share: int, postponed: torch.Tensor | None
-    ) -> None:
+    def _sum_of_node(self, flight: InFlight, total: torch.Tensor, postponed: torch.Tensor | None) -> None:
+        share = flight.reduction.lane.layout.total // self._comm.shard_group.ranks
         if flight.operation is not None:
             flight.operation.wait()
         flight.wire.mean(flight.received, flight.divisor, total[:share])
