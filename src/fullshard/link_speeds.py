@@ -8,18 +8,16 @@ measurement. A rank reads its own host's file: ranks have to agree on what they 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.environment import cache_folder, cluster_name
+from fullshard.text_files import replace_text
 
 VERSION = 1
 _REMEDY = "Measure again with fullshard env --probe or --rates, which replace it."
@@ -100,17 +98,7 @@ def _write(path: Path, entries: dict[str, ClusterSpeeds], rates: dict[str, dict[
     clusters = {key: asdict(entry) for key, entry in entries.items()}
     content = {"version": VERSION, "clusters": clusters, "rates": rates}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, staging = tempfile.mkstemp(dir=path.parent, prefix=".links-", suffix=".json")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(staging)
-        raise
+    replace_text(path, json.dumps(content, indent=1))
     return path
 
 

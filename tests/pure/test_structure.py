@@ -34,6 +34,7 @@ BASE = {
     "environment",
     "leaving",
     "link_speeds",
+    "text_files",
     "integrations",
     "patches",
 }

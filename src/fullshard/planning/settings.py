@@ -20,6 +20,7 @@ from fullshard.extras import need
 from fullshard.offload import Offload
 from fullshard.option_table import STRATEGIES, CheckpointActivations
 from fullshard.precision import Precision
+from fullshard.text_files import replace_text
 
 FORMAT = 1
 _EIGHT_BITS = {"int8": {"gather": "int8", "wire": "int8"}, "int8-across": {"across": "int8"}}
@@ -162,8 +163,8 @@ class Choice:
         return {"fullshard_plan": FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """As JSON, which is YAML too."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """As JSON, which is YAML too. All ranks may write the same file."""
+        replace_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Choice:

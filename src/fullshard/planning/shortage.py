@@ -35,11 +35,18 @@ def watch(runtime: Runtime) -> None:
         before(kind, error, trace)
         shortage = _shortage_in(error)
         if shortage is not None:
-            for one in list(_watched):
+            for one in _involved(shortage):
                 sys.stderr.write(f"{explain(one, shortage)}\n")
 
     _installed.append(hook)
     sys.excepthook = hook
+
+
+def _involved(error: BaseException) -> list[Runtime]:
+    """Of the models of this process, the one whose unit the traceback names, else those in a backward."""
+    models = list(_watched)
+    named = [one for one in models if _computing(one.units, error) is not None]
+    return named or [one for one in models if one.gathering.backward is not None] or models
 
 
 def _shortage_in(error: BaseException | None) -> BaseException | None:

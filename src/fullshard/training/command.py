@@ -21,6 +21,7 @@ import torch
 
 from fullshard import environment
 from fullshard.errors import FullshardError, OptionError
+from fullshard.text_files import replace_text
 from fullshard.training import models
 from fullshard.training.folder import RunFolder
 from fullshard.training.preparing import choose_device, prepare
@@ -160,9 +161,7 @@ class _Launch:
                 with contextlib.suppress(OSError, ValueError):
                     os.kill(int(file.read_text()), signal.SIGKILL)
             return
-        staging = self.private / "stop.new"
-        staging.write_text(str(number))
-        staging.rename(self.private / "stop")
+        replace_text(self.private / "stop", str(number))
         name = signal.Signals(number).name
         sys.stderr.write(f"\nfullshard: {name}: saves after this step and stops; once more stops at once\n")
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from fullshard.checkpoint.commit import latest, newest_first
 from fullshard.errors import OptionError
+from fullshard.text_files import replace_text
 from fullshard.version import VERSION
 
 
@@ -116,9 +117,7 @@ class RunFolder:
 
     def replace(self, name: str, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        staging = self.path / f".{name}.new"
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(self.path / name)
+        replace_text(self.path / name, text)
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from fullshard import environment
 from fullshard.errors import FullshardError, Stalled
+from fullshard.text_files import replace_text
 from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.stopping import die_with
 
@@ -56,9 +57,7 @@ def _report(error: Exception, private: Path | None) -> int:
         report: dict[str, Any] = {"traceback": traceback.format_exc(), "stalled": isinstance(error, Stalled)}
         if isinstance(error, FullshardError):
             report |= {"what": error.what, "remedy": error.remedy}
-        staging = private / f"error-{rank}.new"
-        staging.write_text(json.dumps(report))
-        staging.rename(private / f"error-{rank}.json")
+        replace_text(private / f"error-{rank}.json", json.dumps(report))
     elif not isinstance(error, FullshardError):
         traceback.print_exc()
     elif not is_printed_by_rank_0(error):

@@ -16,6 +16,7 @@ from typing import Any
 
 from fullshard.environment import launch
 from fullshard.errors import FullshardError
+from fullshard.text_files import replace_text
 from fullshard.tools.cli import launched
 
 
@@ -44,8 +45,7 @@ def main(words: Sequence[str]) -> None:
     recorder.note_standing()
     result["events"] = recorder.events
     place = Path(folder) / f"rank-{launch().rank}.json"
-    place.with_suffix(".part").write_text(json.dumps(result))
-    place.with_suffix(".part").rename(place)
+    replace_text(place, json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not the usual end: threads and process groups of a script that was left in the middle may wait for ever.
