@@ -19,6 +19,7 @@ ABOUT = {
     "state": "values outside a step",
     "model_libraries": "what models of transformers need",
     "planning": "memory and time of a step, before it runs",
+    "elastic": "the agent of a host",
     "checkpoint": "fs.save, fs.load, foreign formats",
     "api": "fs.shard, fs.full, fs.plan, ...",
     "doctor": "fullshard doctor, fs.check",

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # imported where it is used: the command line does without it
     import torch
 
 
+KEEPER = "FULLSHARD_KEEPER"  # set by the agent of a host for its ranks: where copies in memory are kept
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher set for this process; a world of one if it set nothing."""
@@ -150,6 +153,11 @@ def own_host_name() -> str | None:
 def run_secret() -> str:
     """FULLSHARD_RUN_SECRET, where a launcher gives all ranks of a run one word that nobody else has."""
     return os.environ.get("FULLSHARD_RUN_SECRET", "")
+
+
+def keeper() -> str:
+    """FULLSHARD_KEEPER: the places in memory that the agent of this host holds for its ranks, or ''."""
+    return os.environ.get(KEEPER, "")
 
 
 def plan_from_environment() -> str | None:
