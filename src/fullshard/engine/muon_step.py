@@ -24,7 +24,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.owned_step import Owned, Routes, bucketed, by_kind
+from fullshard.engine.owned_step import Failure, Owned, Routes, bucketed, by_kind, raise_together
 
 _module: Any = getattr(optim, "_muon", None)
 _orthogonalised: Any = getattr(_module, "_zeropower_via_newtonschulz", None)
@@ -54,6 +54,7 @@ class MuonStep:
         self._plans: dict[tuple[bool, ...], list[Routes]] = {}
         self._updates: dict[int, torch.Tensor] = {}  # by identity of items, until they are sent
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, while torch's own call runs
+        self._failure: Failure | None = None  # of this rank, in this step
 
     @torch.no_grad()
     def run(self) -> None:
@@ -70,7 +71,7 @@ class MuonStep:
             if len(self._plans) > 8:
                 self._plans.clear()
             self._plans[used] = self._plan(used)
-        buckets = self._plans[used]
+        buckets, self._failure = self._plans[used], None
         self._advance(optimizer, groups, buckets)
         returning: Routes | None = None
         self._fetch(buckets[0])
@@ -83,6 +84,9 @@ class MuonStep:
             returning = bucket
         assert returning is not None
         self._update(returning, groups)
+        failed = any(bucket.failed for bucket in buckets)
+        comms = {id(lane.comm): lane.comm for lane in self._lanes}.values()
+        raise_together(type(optimizer).__name__, comms, self._failure, failed)
         self._hidden = {i.parameter: i.parameter.grad for i in self._items if i.parameter.grad is not None}
         for parameter in self._hidden:
             parameter.grad = None
@@ -128,14 +132,20 @@ class MuonStep:
         for number, item in enumerate(routes.mine):
             group = groups[id(item.parameter)]
             matrix = item.shaped(routes.joined(received, number, 0, 1))
-            made = _orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            try:
+                made = _orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            except Exception as error:  # noqa: BLE001  raised on all ranks
+                self._failure = self._failure or Failure(error, [item])
+                made = torch.zeros_like(matrix)
             results.append(item.flat(made))
-        routes.back(results)
+        routes.back(results, self._failure is not None)
 
     def _update(self, routes: Routes, groups: dict[int, Any]) -> None:
         results = routes.split(routes.received())
         by_rates: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for item, result in zip(routes.kept, results, strict=True):
+            if item.owner in routes.failed:
+                continue
             group = groups[id(item.parameter)]
             rate = float(group["lr"])
             adjusted = _adjusted_rate(rate, group["adjust_lr_fn"], torch.Size(item.piece.shape))

@@ -134,7 +134,7 @@ norms.owners_comm = _comm_of_gradient
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _owners:
         return None
-    if _is_inside_another(optimizer):
+    if _is_inside(optimizer):
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     known = _known(optimizer, callable(closure))
@@ -149,7 +149,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
     _require_gradients(live)
     Step.running += bool(live)
-    _show_gradients(optimizer, known)
+    try:
+        _show_gradients(optimizer, known)
+    except BaseException:
+        Step.running = max(0, Step.running - 1)
+        raise
     return None
 
 
@@ -165,6 +169,8 @@ def _known(optimizer: Optimizer, closure: bool) -> _Checked:
         muon = special if isinstance(special, MuonStep) else None
         known = _Checked(count, references, plain, *_identity(optimizer, runtimes), streamed, owned, muon)
         _checked[optimizer] = known
+        if owned is not None and not is_compiled_call():
+            _guard(type(optimizer).step)
         for holder in runtimes:
             holder.adopt_optimizer(optimizer)
     return known
@@ -180,13 +186,49 @@ def owned_step(optimizer: Optimizer) -> OwnedStep | None:
         return None  # its first step raises it
 
 
-def _is_inside_another(optimizer: Optimizer) -> bool:
-    """Whether it steps inside another's step, on the entire tensors that are shown there."""
+def _guard(step: Any) -> None:
+    """From now on, what a class's step raises on entire tensors is raised on all ranks.
+
+    Torch's hooks are called around the step, but not if that raises. So the function that they are around is
+    replaced, for the call that runs now as well; a version of torch that has it elsewhere stays as it is.
+    """
+    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
+    cell = dict(zip(names, getattr(step, "__closure__", None) or (), strict=True)).get("func")
+    inner: Any = getattr(step, "__wrapped__", None)
+    if cell is None or inner is None or cell.cell_contents is not inner:
+        return  # guarded before
+
+    @functools.wraps(inner)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        known = _checked.get(args[0]) if args else None
+        owned = None if known is None else known.owned
+        if owned is None:
+            return inner(*args, **kwargs)
+        owned.inside += 1
+        try:
+            return inner(*args, **kwargs)
+        except Exception as error:
+            if owned.inside == 1:
+                Step.running = max(0, Step.running - 1)
+                if owned.is_shown:
+                    owned.fail(error)
+            raise
+        finally:
+            owned.inside -= 1
+
+    cell.cell_contents = guarded
+
+
+def _is_inside(optimizer: Optimizer) -> bool:
+    """Whether it steps inside another's step, or its class inside that of a subclass, on the entire tensors
+    that are shown there."""
     if not OwnedStep.num_shown:
         return False
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(
-        outer is not optimizer and known.owned.is_shown and not held.isdisjoint(known.owned.by_parameter)
+        (outer is not optimizer or known.owned.inside)
+        and known.owned.is_shown
+        and not held.isdisjoint(known.owned.by_parameter)
         for outer, known in _checked.items()
         if known.owned is not None
     )
@@ -275,8 +317,11 @@ def _is_plain(value: Any) -> bool:
 
 @_uncompiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if _is_inside_another(optimizer):
-        return
+    if not _is_inside(optimizer):
+        _end_step(optimizer)
+
+
+def _end_step(optimizer: Optimizer) -> None:
     Step.running = max(0, Step.running - 1)
     plain = _plain_gradients.pop(id(optimizer), None)
     if plain is not None:
@@ -300,7 +345,7 @@ def _closed(
     closure: Callable[[], Any], runtimes: list[Runtime], optimizer: Optimizer, known: _Checked
 ) -> Any:
     running, Step.running = Step.running, 0
-    _after_step(optimizer)
+    _end_step(optimizer)
     loss = closure()
     _require_gradients(runtimes)
     Step.running = max(1, running)

@@ -14,12 +14,17 @@ torch makes, is the last bucket's; those before it are called here, with what th
 between, so that a step counts once. An optimizer for which that is not right, or that has a closure, gets one
 bucket.
 
+What the optimizer raises on one owner is raised on all ranks. That owner goes on with the exchange, which has
+a flag from every rank to every other one, and texts are exchanged if any is set. On a GPU, where nobody waits
+for what comes back, others learn of it when the process ends.
+
 With `gathered`, every rank gathers all values and repeats the step: for optimizers that look at all
 parameters together. It costs the memory of an unsharded model, its gradients and its state.
 """
 
 from __future__ import annotations
 
+import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,13 +36,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.groups import Comm, as_bytes, own_rank
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.engine.step_numbers import Numbers
 from fullshard.engine.writes import set_data
+from fullshard.errors import OptimizerError
 from fullshard.plan.layout import Piece
 from fullshard.plan.ownership import bytes_by_owner, deal, in_buckets, load_of
 
@@ -90,6 +96,15 @@ class Owned:
     def flat(self, value: torch.Tensor) -> torch.Tensor:
         return in_memory_order(value.detach(), self.piece)
 
+    def replaced(self) -> str | None:
+        """What the optimizer gave the entire tensor, if that does not fit in its place any more."""
+        value, rest = self.parameter.detach(), self.lane.rest
+        given = value.shape, value.dtype, value.device.type
+        before = torch.Size(self.piece.shape), rest.dtype, self.lane.comm.device.type
+        if given == before:
+            return None
+        return " and ".join(f"{new} for {old}" for new, old in zip(given, before, strict=True) if new != old)
+
 
 def deal_owners(
     places: Sequence[tuple[nn.Parameter, Lane, int]], before: dict[int, int] | None = None
@@ -130,8 +145,8 @@ class _Exchange(Protocol):
 
     def fetch(self) -> None: ...
     def arrived(self) -> list[tuple[Owned, torch.Tensor, torch.Tensor]]: ...
-    def send_back(self) -> None: ...
-    def finish(self) -> None: ...
+    def send_back(self, failed: bool) -> None: ...
+    def finish(self) -> bool: ...  # whether any owner has failed
 
 
 class _Alone:
@@ -148,14 +163,15 @@ class _Alone:
     def arrived(self) -> list[tuple[Owned, torch.Tensor, torch.Tensor]]:
         return self._entire
 
-    def send_back(self) -> None:
+    def send_back(self, failed: bool) -> None:
         for item in self.items:
             value = item.parameter.detach()
-            if value.data_ptr() != item.shard().data_ptr():
+            if value.data_ptr() != item.shard().data_ptr() and not item.replaced():
                 item.shard().copy_(item.flat(value))
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         self._entire = []
+        return False
 
 
 class _Gathered:
@@ -181,13 +197,15 @@ class _Gathered:
             for item in items
         ]
 
-    def send_back(self) -> None:
+    def send_back(self, failed: bool) -> None:
         for item in self.items:
             start, stop = item.lane.layout.kept(item.piece, item.lane.comm.rank)
-            item.shard().copy_(item.flat(item.parameter)[start:stop])
+            if not item.replaced():
+                item.shard().copy_(item.flat(item.parameter)[start:stop])
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         self._flat.clear()
+        return False
 
 
 class Routes:
@@ -195,7 +213,8 @@ class Routes:
     one back.
 
     Between two ranks go, for each tensor of the receiver (on the way back, of the sender), the elements that
-    the other one keeps: `width` values of each, one after the other.
+    the other one keeps: `width` values of each, one after the other. On the way back, where the host waits,
+    they are followed by one element that is not zero if the sender's optimizer failed.
     """
 
     def __init__(self, items: list[Owned], dtype: torch.dtype) -> None:
@@ -215,11 +234,12 @@ class Routes:
             for sender, start, stop in item.parts()
         ]
         self._parts: list[list[tuple[int, int, int]]] = [[] for _ in self.mine]  # sender, offset, count
-        self._back: list[tuple[int, int, int]] = []  # tensor, start, stop: in the order of sending
+        # By rank to which they go, in the order of sending: tensor, start, stop.
+        self._back: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
         at = 0
         for to, number, sender, start, stop in sorted(parts):
             self._parts[number].append((sender, at, stop - start))
-            self._back.append((number, start, stop))
+            self._back[to].append((number, start, stop))
             self._from_ranks[to] += stop - start
             at += stop - start
         for of_tensor in self._parts:
@@ -227,6 +247,14 @@ class Routes:
         names = "\0".join(f"{item.piece.name} {item.owner}" for item in items)
         checksum = zlib.crc32(names.encode())
         self._label = f"{items[0].lane.unit} ({len(items)} tensors, {checksum:08x})"
+        self._flags = int(ranks > 1 and self._comm.watchdog.host_waits)
+        self._split_sizes: list[int] = []
+        for to in range(ranks):
+            self._split_sizes += [num_kept(item) for item in self.kept if place[item.owner] == to]
+            self._split_sizes += [1] * self._flags
+        ends = [sum(place[item.owner] <= to for item in self.kept) + to for to in range(ranks)]
+        self._flag_places = set(ends if self._flags else ())
+        self.failed: set[int] = set()  # owners whose optimizer failed, of what came back last
         self._operation: Operation | None = None
         self._received = self._sent = torch.empty(0, dtype=dtype, device=self._comm.device)
 
@@ -239,10 +267,14 @@ class Routes:
         into, out = [width * n for n in self._from_ranks], [width * n for n in self._to_owners]
         self._exchange(parts, into, out, "optimizer step")
 
-    def back(self, flat: list[torch.Tensor]) -> None:
+    def back(self, flat: list[torch.Tensor], failed: bool) -> None:
         """Send all elements of each tensor of `mine` to where they are kept."""
-        parts = [flat[number][start:stop] for number, start, stop in self._back]
-        self._exchange(parts, self._to_owners, self._from_ranks, "after the optimizer step")
+        flag = [torch.full((1,), failed, dtype=self._dtype, device=self._comm.device)] * self._flags
+        parts = []
+        for of_rank in self._back:
+            parts += [flat[number][start:stop] for number, start, stop in of_rank] + flag
+        into, out = ([n + self._flags for n in sizes] for sizes in (self._to_owners, self._from_ranks))
+        self._exchange(parts, into, out, "after the optimizer step")
 
     def _exchange(self, parts: list[torch.Tensor], into: list[int], out: list[int], phase: str) -> None:
         # Kept until the operation is over.
@@ -274,8 +306,13 @@ class Routes:
         return torch.cat(slices) if slices else received[:0]
 
     def split(self, received: torch.Tensor) -> list[torch.Tensor]:
-        """What came back, for each tensor of `kept`."""
-        return list(torch.split(received, [num_kept(item) for item in self.kept]))
+        """What came back, for each tensor of `kept`; `failed` is known afterwards."""
+        parts = torch.split(received, self._split_sizes)
+        if not self._flags:
+            return list(parts)
+        flags = torch.cat([parts[at] for at in sorted(self._flag_places)]).tolist()
+        self.failed = {rank for rank, flag in zip(self._comm.intervals, flags, strict=True) if flag}
+        return [part for at, part in enumerate(parts) if at not in self._flag_places]
 
 
 class _Dealt:
@@ -284,6 +321,7 @@ class _Dealt:
     def __init__(self, items: list[Owned]) -> None:
         self.items = items
         self._routes = Routes(items, items[0].lane.rest.dtype)
+        self._fetched: list[torch.Tensor] = []  # the memory that the optimizer was shown
         self._returns = False
 
     def fetch(self) -> None:
@@ -292,32 +330,83 @@ class _Dealt:
 
     def arrived(self) -> list[tuple[Owned, torch.Tensor, torch.Tensor]]:
         received, routes = self._routes.received(), self._routes
+        self._fetched = [item.shaped(routes.joined(received, n, 0, 2)) for n, item in enumerate(routes.mine)]
         return [
-            (
-                item,
-                item.shaped(routes.joined(received, n, 0, 2)),
-                item.shaped(routes.joined(received, n, 1, 2)),
-            )
-            for n, item in enumerate(routes.mine)
+            (item, value, item.shaped(routes.joined(received, n, 1, 2)))
+            for n, (item, value) in enumerate(zip(routes.mine, self._fetched, strict=True))
         ]
 
-    def send_back(self) -> None:
-        self._routes.back([item.flat(item.parameter) for item in self._routes.mine])
+    def send_back(self, failed: bool) -> None:
+        values = [
+            item.flat(fetched if item.replaced() else item.parameter)
+            for item, fetched in zip(self._routes.mine, self._fetched, strict=True)
+        ]
+        self._fetched = []
+        self._routes.back(values, failed)
         self._returns = True
 
-    def finish(self) -> None:
-        if self._returns and self._routes.kept:
-            shards = [item.shard() for item in self._routes.kept]
-            torch._foreach_copy_(shards, self._routes.split(self._routes.received()))
-        elif self._returns:
-            self._routes.received()
+    def finish(self) -> bool:
+        if not self._returns:
+            return False
         self._returns = False
+        values = self._routes.split(self._routes.received())
+        if values:
+            torch._foreach_copy_([item.shard() for item in self._routes.kept], values)
+        return bool(self._routes.failed)
 
 
 def num_kept(item: Owned) -> int:
     """How many elements of it this rank keeps."""
     start, stop = item.lane.layout.kept(item.piece, item.lane.comm.rank)
     return stop - start
+
+
+class Failure:
+    """What an optimizer raised on this rank, and at which of the tensors that it owns."""
+
+    def __init__(self, error: Exception, items: list[Owned]) -> None:
+        self.error = error
+        at = _tensor_in_hand(error, items)
+        names = [repr(item.piece.name) for item in (items if at is None else [at])]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        text = str(error).strip()
+        reason = type(error).__name__ + (f": {text[:400]}" if text else "")
+        self.text = (
+            f"rank {own_rank()} failed in its step on {', '.join(names[:4]) or 'no tensor'}{more} ({reason})"
+        )
+
+
+def _tensor_in_hand(error: Exception, items: list[Owned]) -> Owned | None:
+    """That which a variable of the innermost function that has one holds, or its gradient."""
+    held = {id(item.parameter): item for item in items}
+    held |= {id(g): item for item in items if (g := item.parameter.grad) is not None}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in frame.f_locals.values():
+            if id(value) in held:
+                return held[id(value)]
+    return None
+
+
+def raise_together(kind: str, comms: Iterable[Comm], failure: Failure | None, failed: bool) -> None:
+    """On all ranks, if any has failed, which those that waited know; where nobody waits, on that rank."""
+    texts, failed = [] if failure is None else [failure.text], failed or failure is not None
+    for comm in comms:
+        if not comm.watchdog.host_waits:
+            continue
+        if comm.replicas > 1:  # each group of shards has owners of its own
+            flag = torch.tensor([failed], dtype=torch.uint8)
+            comm.max_everywhere(flag)
+            failed = bool(flag)
+        if failed:
+            texts = [
+                text for text in comm.all_gather_object(None if failure is None else failure.text) if text
+            ]
+    if texts:
+        raise OptimizerError(
+            f"{kind}: {'; '.join(texts)}",
+            "Tensors that stepped before the error, or on other ranks, have their new values and state, the "
+            "others their old ones. Correct the cause; load a checkpoint unless training may go on as it is.",
+        ) from (None if failure is None else failure.error)
 
 
 class OwnedStep:
@@ -342,6 +431,9 @@ class OwnedStep:
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # of shards, while entire tensors are shown
         self._shown: _Exchange | None = None
         self._returning: list[_Exchange] = []  # sent back, not arrived yet
+        self.inside = 0  # calls of the optimizer's own code that run now
+        self._failure: Failure | None = None  # of this rank, in this step
+        self._failed = False  # whether any owner has failed
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -364,6 +456,7 @@ class OwnedStep:
         `in_one`: all of it is one bucket.
         """
         self.recover()
+        self._failure, self._failed = None, False
         for lane in self._lanes:
             lane.take_assigned()
         used = tuple(item.parameter.grad is not None for item in self.items)
@@ -381,11 +474,13 @@ class OwnedStep:
                 self._show(bucket)
                 if following is None:
                     break
-                if any(item.is_here for item in bucket.items):
-                    step()
+                if self._failure is None and any(item.is_here for item in bucket.items):
+                    self._attempt(step)
                     assert before is not None
                     before.restore()
                 self._return()
+            if self._failure is not None:
+                self.finish()  # with the last bucket as it is
         except BaseException:
             self._restore()
             raise
@@ -394,15 +489,37 @@ class OwnedStep:
                 parameter.grad = gradient
 
     def finish(self) -> None:
-        """Torch's own call is over: shards have the new values, and are shown again."""
+        """Torch's own call is over: shards have the new values, and are shown again.
+
+        If any owner's optimizer has failed, all ranks raise that.
+        """
         if self._shown is None:
             return
         try:
             self._return()
             for exchange in self._returning:
-                exchange.finish()
+                self._failed |= exchange.finish()
         finally:
             self._restore()
+        failure, self._failure = self._failure, None
+        comms = {id(lane.comm): lane.comm for lane in self._lanes}.values() if not self.gathered else ()
+        raise_together(type(self._optimizer).__name__, comms, failure, self._failed)
+
+    def fail(self, error: Exception) -> None:
+        """Torch's own call has raised it: it is raised on all ranks, when this one has sent its values."""
+        assert self._shown is not None
+        self._failure = Failure(error, [item for item in self._shown.items if self.owns(item.parameter)])
+        self.finish()
+
+    def _attempt(self, step: Callable[[], Any]) -> None:
+        assert self._shown is not None
+        self.inside += 1
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  raised on all ranks
+            self._failure = Failure(error, [item for item in self._shown.items if item.is_here])
+        finally:
+            self.inside -= 1
 
     def recover(self) -> None:
         """After a step that raised: the shards are shown again, as they were before its last bucket."""
@@ -469,13 +586,21 @@ class OwnedStep:
 
     def _return(self) -> None:
         assert self._shown is not None
+        self._refuse_replaced()
         with torch.no_grad():
-            self._shown.send_back()
+            self._shown.send_back(self._failure is not None)
         self._returning.append(self._shown)
         self._show_shards()
         while len(self._returning) > 1:
             with torch.no_grad():
-                self._returning.pop(0).finish()
+                self._failed |= self._returning.pop(0).finish()
+
+    def _refuse_replaced(self) -> None:
+        """A tensor of another shape or dtype than its shards have is a failure of the step."""
+        assert self._shown is not None
+        for item in self._shown.items:
+            if self._failure is None and self.owns(item.parameter) and (given := item.replaced()):
+                self._failure = Failure(TypeError(f"the step gave it {given}"), [item])
 
     def _show_shards(self) -> None:
         assert self._shown is not None
@@ -510,10 +635,10 @@ class _Together:
     def arrived(self) -> list[tuple[Owned, torch.Tensor, torch.Tensor]]:
         return [entire for exchange in self._exchanges for entire in exchange.arrived()]
 
-    def send_back(self) -> None:
+    def send_back(self, failed: bool) -> None:
         for exchange in self._exchanges:
-            exchange.send_back()
+            exchange.send_back(failed)
 
-    def finish(self) -> None:
-        for exchange in self._exchanges:
-            exchange.finish()
+    def finish(self) -> bool:
+        failed = [exchange.finish() for exchange in self._exchanges]
+        return any(failed)
