@@ -22,7 +22,8 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, where: str, kib: int) -> torch.Tensor:
         ctx.where, ctx.kib = where, kib
-        if where == "forward":
+        recomputes = torch._C._current_graph_task_id() != -1
+        if where == ("recomputation" if recomputes else "forward"):
             raise torch.OutOfMemoryError(MESSAGE.format(kib))
         return x.clone()
 
@@ -36,22 +37,28 @@ class Fails(torch.autograd.Function):
 class Block(nn.Module):
     where, kib = "", 1
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
+        self.inner = inner or nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Fails.apply(self.linear(x), self.where, self.kib)
+        out: torch.Tensor = self.linear(Fails.apply(self.inner(x), self.where, self.kib))
         return out
 
 
-def _reported(where: str, kib: int = 1, **options: Any) -> str:
+def _block(nested: bool) -> Block:
+    return Block(Block()) if nested else Block()
+
+
+def _reported(where: str, kib: int = 1, nested: bool = False, **options: Any) -> str:
     gc.collect()  # an earlier model that failed in its backward
-    model, other = (nn.Sequential(*[Block() for _ in range(blocks)]) for blocks in (6, 2))
+    model, other = (nn.Sequential(*[_block(nested) for _ in range(blocks)]) for blocks in (6, 2))
     for one in (other, model):
         fs.shard(one, units=Block, **options)
         one(torch.ones(2, 64)).sum().backward()
-    model[2].where, model[2].kib = where, kib
+    failing = model[2].inner if nested else model[2]
+    failing.where, failing.kib = where, kib
     err = io.StringIO()
     try:
         model(torch.ones(2, 64)).sum().backward()
@@ -67,6 +74,8 @@ def _reports() -> dict[str, str]:
         for where in ("forward", "backward")
     }
     found["zero3"] = _reported("backward", strategy="zero3", keep_full=0)
+    found["recomputed"] = _reported("recomputation", strategy="zero3", checkpoint_activations=True)
+    found["nested"] = _reported("backward", strategy="zero3", nested=True)
     found["offload"] = _reported("forward", strategy="hybrid", checkpoint_activations=True, keep_full=0)
     found["too much"] = _reported("forward", 10**6, strategy="zero1")
     return found
@@ -81,7 +90,11 @@ def test_what_was_held_and_the_cheapest_change_are_named() -> None:
             assert "parameters at rest: 48.8 KiB, planned 48.8 KiB" in text
             assert "The cheapest change that would fit: " in text
             assert "for the 1.0 KiB that were requested" in text
-        assert "in unit '2'" in found["forward"]
+        assert "in forward of unit '2'" in found["forward"]
+        assert "in backward of unit '2'" in found["backward"]
+        assert "in backward of unit '2'" in found["zero3"]
+        assert "in backward of unit '2.inner'" in found["nested"]
+        assert "in backward of unit '2'" in found["recomputed"]
         assert "full values: 65.0 KiB, planned 97.5 KiB" in found["forward"]  # three blocks, and one ahead
         assert "strategy='zero3', which frees" in found["forward"]
         assert "strategy='zero3'" not in found["zero3"]

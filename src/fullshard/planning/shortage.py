@@ -15,7 +15,7 @@ import torch
 
 from fullshard.byte_sizes import size
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import LiveUnit, State
+from fullshard.engine.unit import NO_TASK, LiveUnit, State
 from fullshard.errors import unit_label
 from fullshard.offload import PRESETS
 
@@ -60,8 +60,10 @@ def explain(runtime: Runtime, error: BaseException) -> str:
     """What the model held when the device had no more, and the cheapest change that would fit."""
     plan, options = runtime.plan, runtime.options
     device = runtime.comm.device
-    where = _computing(runtime.units, error)
-    full = _full(runtime, where)
+    where = _computing(runtime.units, error)  # in a backward, its recomputation
+    in_backward = runtime.gathering.backward is not None
+    full = _full(runtime, None if in_backward else where)
+    where, phase = where or _in_backward(runtime.units), "backward" if in_backward else "forward"
     full_bytes = sum(unit.full_bytes for unit in full)
     here = [lane.rest for lane in runtime.lanes if lane.rest.device == device]
     parameters = sum(rest.nbytes for rest in here)
@@ -79,7 +81,7 @@ def explain(runtime: Runtime, error: BaseException) -> str:
     ]
     lines = [
         f"fullshard: rank {runtime.comm.world_rank} ran out of memory on {device}"
-        + ("" if where is None else f" in {unit_label(where.name)}")
+        + ("" if where is None else f" in {phase} of {unit_label(where.name)}")
         + f" ({options.strategy}, {runtime.comm.ranks} ranks). It held, against the plan:"
     ]
     lines += [f"  {name}: {size(held)}, planned {size(planned)}" for name, held, planned in rows]
@@ -96,13 +98,13 @@ def explain(runtime: Runtime, error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _full(runtime: Runtime, where: LiveUnit | None) -> list[LiveUnit]:
+def _full(runtime: Runtime, in_forward: LiveUnit | None) -> list[LiveUnit]:
     """A backward that failed leaves its units as they were; a forward has released them: by the schedule."""
-    if where is None:
+    if in_forward is None:
         return [unit for unit in runtime.units if unit.state is not State.AT_REST]
     schedule = runtime.plan.schedule
     calls = schedule.calls()
-    at = next((i for i, call in enumerate(calls) if call[:2] == ("forward", where.index)), 0)
+    at = next((i for i, call in enumerate(calls) if call[:2] == ("forward", in_forward.index)), 0)
     return [runtime.units[index] for index in sorted(list(schedule.full_at(calls))[at])]
 
 
@@ -160,3 +162,10 @@ def _computing(units: list[LiveUnit], error: BaseException) -> LiveUnit | None:
         found = unit_of.get(id(trace.tb_frame.f_locals.get("self")), found)
         trace = trace.tb_next
     return found
+
+
+def _in_backward(units: list[LiveUnit]) -> LiveUnit | None:
+    """The innermost unit whose backward has begun and is not over."""
+    begun = {u.index: u for u in units[1:] if u.pass_state.task != NO_TASK and u.pass_state.pending}
+    inner = [unit for unit in begun.values() if not begun.keys() & set(unit.inner_indices)]
+    return inner[-1] if inner else None
