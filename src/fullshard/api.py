@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -31,16 +32,45 @@ from fullshard.plan import tensor_parallel
 from fullshard.plan.plan import Plan, make_plan, planned_levels
 from fullshard.plan.units import Unit, find_units
 from fullshard.planning import shortage
+from fullshard.planning.settings import BY_NAME
 from fullshard.policy import NO_INTEGRATION, Integration
 from fullshard.precision import Precision
 
 M = TypeVar("M", bound=nn.Module)
 Batch = TypeVar("Batch")
+F = TypeVar("F", bound=Callable[..., Any])
 
 model_libraries.register()
 
 
+class _Beside(NamedTuple):
+    """What was given for `plan`, and the names of the options that were given with it."""
+
+    plan: Any
+    names: frozenset[str]
+
+
+def _beside_plan(function: F) -> F:
+    """A plan leaves options as they are that were given, though they may be equal to their defaults."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        chosen = {name for name, value in given.items() if not (isinstance(value, str) and value == "auto")}
+        if given.get("plan") is not None or chosen != given.keys():
+            given["plan"] = _Beside(given.get("plan"), frozenset(chosen))
+        return function(*args, **given)
+
+    return call  # type: ignore[return-value]
+
+
+def _with_names(plan: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if isinstance(plan, _Beside):
+        return plan.plan, {**given, BY_NAME: plan.names}
+    return plan, given
+
+
 @checked_keywords(OTHER_NAMES)
+@_beside_plan
 def shard(
     model: M,
     *,
@@ -151,13 +181,14 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
 
 def _planned(model: nn.Module, mesh: DeviceMesh | None, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Options with what a plan chooses, the same on all ranks, and the choice; or as they are."""
-    plan = given.get("plan")
+    plan, given = _with_names(given.get("plan"), given)
     by_strategy = isinstance(given.get("strategy"), str) and given["strategy"] == "auto"
     given = {name: value for name, value in given.items() if name != "plan"}
     if by_strategy:
         plan = "auto" if plan is None else plan
         given["strategy"] = TABLE["strategy"].default
     if plan is None:
+        given.pop(BY_NAME, None)
         return given, None
     from fullshard.planning import automatic
 
@@ -322,6 +353,7 @@ def _with_levels(options: Options, arrangement: topology.Arrangement, device: to
         ),
     }
 )
+@_beside_plan
 def plan(
     model: nn.Module,
     *,
@@ -366,7 +398,9 @@ def plan(
         "state": state,
     }
     choice = None
+    plan, named = _with_names(plan, given)
     if plan is not None or strategy == "auto":
+        given = named
         given["strategy"] = TABLE["strategy"].default if strategy == "auto" else strategy
         given, choice = _planned_here(model, plan, given, ranks, node_ranks)
     options = parse(**given, on_gpu=device.type == "cuda")

@@ -80,6 +80,11 @@ def choices(folder: str) -> dict[str, Any]:
     found["strategy"] = fs.plan(by_word).choice.to_dict()
     kept = fs.shard(build(), plan="auto", strategy="zero2", checkpoint_activations=True)
     found["kept"] = fs.plan(kept).choice.settings.strategy, fs.plan(kept).strategy
+    by_default = [
+        fs.plan(build(), ranks=2, plan="auto", **given).strategy for given in ({}, {"strategy": "zero3"})
+    ]
+    named = fs.shard(build(), plan="auto", strategy="zero3", keep_full=None)
+    found["default"] = *by_default, fs.plan(named).strategy, fs.plan(named).choice.settings.strategy
     for name, plan, remedy in (
         (
             "small",
@@ -109,6 +114,8 @@ def test_ranks_choose_alike_and_train_as_one_process(tmp_path: Path, monkeypatch
     for name in ("file", "dict", "record", "plan"):
         assert first[name] == first["traced"]
     assert first["kept"] == ("zero2", "zero2")
+    assert first["default"][0] != "zero3"  # otherwise the next line shows nothing
+    assert first["default"][1:] == ("zero3", "zero3", "zero3")
     assert "activations are not known" in first["untraced"]["why"]
     assert "activations are not known" not in first["traced"]["why"]
 

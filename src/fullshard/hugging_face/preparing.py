@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.api import shard
+from fullshard import api
 from fullshard.comm.control import end_groups_at_exit
 from fullshard.engine.runtime import is_sharded, runtime_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.hugging_face import request
 from fullshard.hugging_face.unsharded_state import is_adapter, saved_state
 from fullshard.model_libraries.transformers import IN_STEP
+from fullshard.policy import NO_INTEGRATION
 from fullshard.state.sizes import UnshardedSizes
 from fullshard.state.state_dict import StateShard
 
@@ -33,7 +34,7 @@ def shard_model(accelerator: Any, model: nn.Module) -> nn.Module:
     arguments = request.shard_arguments(accelerator, model)
     request.cast_buffers(accelerator.state.fsdp_plugin, model)
     end_groups_at_exit()  # accelerate starts them and leaves them open
-    shard(model, **arguments)
+    api.shard_with(NO_INTEGRATION, model, **arguments)
     for module in model.modules():
         if hasattr(type(module), "generate"):
             module.__dict__[IN_STEP] = True  # ranks continue generating until all are done

@@ -18,6 +18,7 @@ from fullshard.engine.runtime import engine_of, is_sharded
 from fullshard.errors import NotSupported, OptionError, StateError
 from fullshard.option_table import OTHER_NAMES, TABLE
 from fullshard.plan.units import find_units, has_forward
+from fullshard.policy import NO_INTEGRATION
 from fullshard.precision import Precision
 
 
@@ -116,7 +117,7 @@ def shard_module(module: nn.Module, given: dict[str, Any], precision: Precision,
         options["mesh"] = _mesh(inside, place)
     if options.get("units") is None and not getattr(module, "automatic_optimization", True):
         options["units"] = _called_alone(module, options, precision)
-    api.shard(module, precision=precision, device=place.device, **options)
+    api.shard_with(NO_INTEGRATION, module, precision=precision, device=place.device, **options)
     end_groups_at_exit()
 
 

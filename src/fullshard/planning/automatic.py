@@ -27,7 +27,7 @@ from fullshard.planning.choosing import Scope, Traced, choose
 from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Step
 from fullshard.planning.request import Planning
-from fullshard.planning.settings import Choice
+from fullshard.planning.settings import BY_NAME, Choice
 from fullshard.planning.subjects import Subject
 from fullshard.planning.tracing import Moment, Trace
 from fullshard.planning.work import Work, product
@@ -63,13 +63,19 @@ def record_of(plan: Any) -> Choice | None:
 def arguments_of(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `fs.shard`: those that were given besides stay as they are."""
     fixed = fixed_options(given)
+    given = {name: value for name, value in given.items() if name != BY_NAME}
     precision = TABLE["precision"].parsed(given.get("precision", TABLE["precision"].default))
     return {**given, **choice.settings.arguments(precision), **fixed}
 
 
 def fixed_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options that a plan chooses, those that the caller has chosen."""
-    fixed = {name: given[name] for name in _CHOSEN if name in given and given[name] != TABLE[name].default}
+    """Of the options that a plan chooses, those that the caller chose; a default only if it was named."""
+    named = given.get(BY_NAME, ())
+    fixed = {
+        name: given[name]
+        for name in _CHOSEN
+        if name in given and (name in named or given[name] != TABLE[name].default)
+    }
     if fixed.get("strategy") == "auto":
         del fixed["strategy"]
     return fixed

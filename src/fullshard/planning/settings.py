@@ -22,6 +22,7 @@ from fullshard.option_table import STRATEGIES, CheckpointActivations
 from fullshard.precision import Precision
 from fullshard.text_files import replace_text
 
+BY_NAME = "by_name"  # among the options of fs.shard: the names of those that its caller gave
 FORMAT = 1
 _EIGHT_BITS = {"int8": {"gather": "int8", "wire": "int8"}, "int8-across": {"across": "int8"}}
 

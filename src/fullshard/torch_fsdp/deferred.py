@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.api import shard_with
+from fullshard import api
 from fullshard.comm import control
 from fullshard.engine import transforms
 from fullshard.engine.data_parallel_guard import keep_from_replicate
@@ -220,7 +220,7 @@ def _shard(model: nn.Module, sharding: Sharding, values: ValueSource | None) -> 
     try:
         if values is not None:
             values.prepare()
-        shard_with(integration, model, **sharding.options)
+        api.shard_with(integration, model, **sharding.options)
     except BaseException:
         if values is not None:
             values.restore()

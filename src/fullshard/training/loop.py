@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.api import accumulate, shard
+from fullshard import api
 from fullshard.checkpoint.load import Loaded, load
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.saving.background import Saving
@@ -28,6 +28,7 @@ from fullshard.comm.groups import rank_count
 from fullshard.data import Batches
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, GradientError, Uninitialised
+from fullshard.policy import NO_INTEGRATION
 from fullshard.training import holdings, models
 from fullshard.training.folder import RunFolder
 from fullshard.training.models import Subject
@@ -110,7 +111,8 @@ class Run:
     def _shard(self, model: nn.Module) -> nn.Module:
         settings = self.job.settings
         torch.manual_seed(settings.seed)
-        return shard(
+        return api.shard_with(
+            NO_INTEGRATION,
             model,
             strategy=settings.sharding.strategy,
             precision=settings.sharding.precision,
@@ -231,7 +233,7 @@ class Run:
         for part in range(parts):
             some = mine[part * share // parts : (part + 1) * share // parts]
             waits = part < parts - 1
-            with accumulate(self.model) if waits else contextlib.nullcontext():
+            with api.accumulate(self.model) if waits else contextlib.nullcontext():
                 total = self._summed_loss(*self.job.train.batch(some))
                 # Gradients are averaged over ranks; their mean is to be that over the targets of all.
                 self._scaler.scale(total * (self.ranks / num_targets)).backward()  # type: ignore[no-untyped-call]
