@@ -27,8 +27,8 @@ _installed: list[Any] = []
 def watch(runtime: Runtime) -> None:
     """Explain an OutOfMemoryError that ends this process, for this model too."""
     _watched.add(runtime)
-    if _installed and sys.excepthook is _installed[-1]:
-        return
+    if _installed:
+        return  # once: torch's init_process_group wraps the hook that it finds, ours, each time
     before = sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
