@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fullshard.offload import Offload
     from fullshard.planning.request import Planning
     from fullshard.precision import Precision
+    from fullshard.stopping import stop_requested
 else:
     from fullshard import lazy_names
 
@@ -44,6 +45,7 @@ else:
             "plan": "fullshard.api",
             "save": "fullshard.checkpoint.save",
             "shard": "fullshard.api",
+            "stop_requested": "fullshard.stopping",
         },
     )
 
@@ -65,4 +67,5 @@ __all__ = [
     "plan",
     "save",
     "shard",
+    "stop_requested",
 ]

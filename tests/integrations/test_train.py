@@ -205,7 +205,8 @@ def test_stopped_run_goes_on_with_identical_losses_and_with_rounding_on_other_ra
     ):  # fmt: skip
         changes = [f"output={gpt_run / name}", "logging.tensorboard=false", "checkpoints.every=100"]
         config = str(gpt_run / "config.yaml")
-        ranks.run(_stopped_after, 2, config, changes, 3, timeout_s=120)
+        codes = ranks.run(_stopped_after, 2, config, changes, 3, timeout_s=120)
+        assert codes == [143, 143]
         summary = json.loads((gpt_run / name / "summary.json").read_text())
         assert summary["status"].startswith(f"stopped by SIGTERM after step 3 of {STEPS}")
         assert len(runs.losses(gpt_run / name)) == 3

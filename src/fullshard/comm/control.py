@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fullshard.comm import groups
 from fullshard.comm.ending import end_now_if_needed, never_destroy
 from fullshard.comm.groups import Comm, as_bytes, error_fields, in_flight, raise_first_error
-from fullshard.comm.host_group import HostGroup, first_group, forget_first_groups
+from fullshard.comm.host_group import HostGroup, first_group, forget_first_groups, peers_are_absent
 from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Watchdog
 from fullshard.errors import CheckpointError, FullshardError
@@ -166,6 +166,17 @@ def raise_together_first(
             error = first
     if error is not None:
         raise error
+
+
+def gather_from_world(value: T, what: str) -> list[T]:
+    """Every rank's value, by rank of the world. The first call starts the process group, if there is none."""
+    if groups.rank_count() == 1:
+        return [value]
+    start()
+    if peers_are_absent():
+        return [value]
+    members = list(range(dist.get_world_size()))
+    return first_group(members).all_gather_object(value, OpTag("agreement", what, 0))
 
 
 def all_gather_object_first(value: T, grid: torch.Tensor) -> list[T]:

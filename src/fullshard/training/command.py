@@ -21,6 +21,7 @@ import torch
 
 from fullshard import environment
 from fullshard.errors import FullshardError, OptionError
+from fullshard.stop_signals import SIGNALS, Interrupts, exit_code
 from fullshard.text_files import replace_text
 from fullshard.training import models
 from fullshard.training.folder import RunFolder
@@ -28,8 +29,6 @@ from fullshard.training.preparing import choose_device, prepare
 from fullshard.training.report import write_report
 from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.settings import Settings, check_ranks, load
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RunFailed(FullshardError):
@@ -49,12 +48,11 @@ def train(config_path: Path, overrides: list[str], ranks: int | None, quiet: boo
                 "Leave it out; torchrun's --nproc-per-node sets the number.",
             )
         try:
-            run_rank(RankArguments(config_path, overrides, quiet))
+            return exit_code(run_rank(RankArguments(config_path, overrides, quiet)))
         except FullshardError as error:
             if is_printed_by_rank_0(error):
                 return 2
             raise
-        return 0
     settings = load(config_path, overrides)
     count = _count(settings, ranks)
     check_ranks(settings, count)
@@ -93,13 +91,14 @@ class _Launch:
     """Ranks under torchrun's agent, which runs in a thread, so that signals are handled here.
 
     The agent itself would pass a signal on and kill ranks that still run after 30 seconds; a large checkpoint
-    takes longer. Instead ranks save and stop when a file appears. A second signal ends them at once.
+    takes longer. Instead ranks save and stop when a file appears. A second Ctrl-C ends them at once.
     """
 
     private: Path
     ranks: int
     folder: RunFolder
-    _signals: list[int] = field(default_factory=list)
+    _interrupts: Interrupts = field(default_factory=Interrupts)
+    _killed_by: int = 0
     _problem: BaseException | None = None
 
     def run(self, arguments: list[str]) -> int:
@@ -111,10 +110,10 @@ class _Launch:
         outcome = self.private / "outcome.json"
         if self._problem is None and outcome.is_file():
             stopped = int(json.loads(outcome.read_text())["stopped"])
-            return 128 + stopped if stopped > 0 else 0
-        if len(self._signals) > 1:
+            return exit_code(stopped)
+        if self._killed_by:
             self._leave_report("stopped at once, without a checkpoint")
-            return 128 + self._signals[-1]
+            return exit_code(self._killed_by)
         raise self._failure()
 
     def _agent(self, arguments: list[str]) -> None:
@@ -146,7 +145,7 @@ class _Launch:
             yield  # a caller with threads of its own keeps its signals
             return
         before: dict[signal.Signals, Callable[..., Any] | int | None] = {
-            number: signal.signal(number, self._on_signal) for number in _SIGNALS
+            number: signal.signal(number, self._on_signal) for number in SIGNALS
         }
         try:
             yield
@@ -155,15 +154,17 @@ class _Launch:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
-        if len(self._signals) > 1:
+        if self._interrupts.is_second(number):
+            self._killed_by = number
             for file in self.private.glob("rank-*.pid"):
                 with contextlib.suppress(OSError, ValueError):
                     os.kill(int(file.read_text()), signal.SIGKILL)
             return
+        if (self.private / "stop").exists():
+            return
         replace_text(self.private / "stop", str(number))
         name = signal.Signals(number).name
-        sys.stderr.write(f"\nfullshard: {name}: saves after this step and stops; once more stops at once\n")
+        sys.stderr.write(f"\nfullshard: {name}: saves after this step and stops; Ctrl-C again: at once\n")
 
     def _failure(self) -> RunFailed:
         """The one error that explains the others: ranks that wait for a failed one only report a stall."""

@@ -6,14 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+
+from fullshard.stop_signals import StopSignals
 
 TIME_IS_UP = -1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
@@ -21,31 +19,16 @@ class StopRequest:
 
     def __init__(self, time_limit_s: float | None, note: Path | None) -> None:
         self._ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-        self._note, self._signal = note, 0
+        self._note, self._signals = note, StopSignals()
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
         """Inside, signals set the flag; afterwards their handlers are restored."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers
-            return
-        before = [(number, signal.signal(number, self._on_signal)) for number in _SIGNALS]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal:  # the second one ends the process
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._signal = number
+        return self._signals.listening()
 
     def requested(self) -> int:
         """0, the number of a signal, or TIME_IS_UP."""
-        if self._signal:
-            return self._signal
+        if self._signals.number:
+            return self._signals.number
         if self._note is not None and self._note.exists():
             with contextlib.suppress(OSError, ValueError):
                 return int(self._note.read_text())

@@ -1,7 +1,8 @@
 """The entry of one rank: `python -m fullshard.training.worker CONFIG`, under torchrun or `fullshard train`.
 
-Exit code 0: the run is complete, or was stopped and saved; 1: it failed. Errors are written to the launcher's
-folder, and the launcher shows one of them; without a launcher they are printed.
+Exit code 0: the run is complete, or saved at its time limit; 128 + n: saved after signal n; 1: it failed.
+Errors are written to the launcher's folder, and the launcher shows one of them; without a launcher they are
+printed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from fullshard import environment
 from fullshard.errors import FullshardError, Stalled
+from fullshard.stop_signals import exit_code
 from fullshard.text_files import replace_text
 from fullshard.training.session import RankArguments, is_printed_by_rank_0, run_rank
 from fullshard.training.stopping import die_with
@@ -36,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stopped = run_rank(started)
     except Exception as error:  # noqa: BLE001  one rank's error, reported in one place
         return _report(error, private)
-    if private is not None and environment.launch().rank == 0:
+    if private is None:
+        return exit_code(stopped)
+    if environment.launch().rank == 0:
         (private / "outcome.json").write_text(json.dumps({"stopped": stopped}))
-    return 0
+    return 0  # the launcher knows the outcome, and torchrun's agent takes others for failures
 
 
 def _parser() -> argparse.ArgumentParser:

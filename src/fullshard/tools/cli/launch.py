@@ -22,6 +22,7 @@ import typer
 from fullshard.environment import cores, set_default_variables, torchrun_defaults
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.launch_signals import RANK_MODULE, PassedOn
 
 MAX_CPU_RANKS = 8  # beyond that, more threads per rank help more than further ranks, which each load torch
 _RENDEZVOUS = {
@@ -71,7 +72,7 @@ class Launching:
     def words(self) -> list[str]:
         """The arguments of torchrun: each rank runs `launched`, which runs the script."""
         target = ["-m", *self.script] if self.is_module else list(self.script)
-        return [*self.options, "-m", "fullshard.tools.cli.launched", *target]
+        return [*self.options, "-m", RANK_MODULE, *target]
 
 
 def _launch(
@@ -265,6 +266,18 @@ def _log_folder(arguments: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+def _signals(arguments: argparse.Namespace) -> PassedOn:
+    """How signals are passed on: here, unless an option asks torchrun's agent to do that for some of them."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    limit_s: int | None = getattr(arguments, "shutdown_timeout", None)
+    default = getattr(LaunchConfig, "signals_to_handle", None)
+    if default is None or arguments.signals_to_handle != default:
+        return PassedOn(limit_s, ())
+    arguments.signals_to_handle = "SIGQUIT"  # for which the agent's own handler stays
+    return PassedOn(limit_s)
+
+
 def start(launching: Launching) -> int:
     """Run torchrun in this process. The exit code is that of the rank that failed first."""
     from torch.distributed import run as torchrun
@@ -272,8 +285,9 @@ def start(launching: Launching) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = _torchrun_arguments(launching.words)
+    signals = _signals(arguments)
     try:
-        with _log_folder(arguments):
+        with _log_folder(arguments), signals.listening():
             torchrun.run(arguments)  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -285,7 +299,7 @@ def start(launching: Launching) -> int:
         return 128 - code if code < 0 else code or 1
     except SignalException as error:
         print(f"fullshard: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
-        return 128 + int(error.sigval)
+        return signals.exit_code(int(error.sigval))
     except (ValueError, AssertionError) as error:  # an option's value, which torchrun checks only now
         raise OptionError(str(error), "See torchrun --help.") from error
     return 0
@@ -297,7 +311,7 @@ LAUNCH = Command(
     "run a training script on all GPUs of this machine, or on several machines",
     """\
 A thin wrapper around torchrun: all its options pass through (--nnodes, --rdzv-endpoint,
---max-restarts, --tee, -m, ...; `torchrun --help` lists them). It adds three things.
+--max-restarts, --tee, -m, ...; `torchrun --help` lists them). It adds four things.
 
 1. In every rank the Hugging Face integration is turned on: a script with
    TrainingArguments(fsdp="full_shard auto_wrap") trains on fullshard, unchanged. Other
@@ -306,7 +320,10 @@ A thin wrapper around torchrun: all its options pass through (--nnodes, --rdzv-e
    its own (--standalone) on a single machine, so that two runs do not interfere;
    OMP_NUM_THREADS by the number of cores; for elastic runs (--nnodes 1:4) the setting
    without which nodes that join later wait for ever.
-3. A missing script is an error before any process starts, tracebacks contain only your
+3. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks, and to no other
+   process: a script that looks at fs.stop_requested() saves, however long that takes
+   (--shutdown-timeout limits it; a second Ctrl-C ends all).
+4. A missing script is an error before any process starts, tracebacks contain only your
    own lines, and the exit code is that of the rank that failed first.
 
 --dry-run prints the command and starts nothing. Options come before SCRIPT; arguments
@@ -320,7 +337,7 @@ examples:
   fullshard launch --dry-run train.py
 
 Exit code 0: the script is done; 2: invalid request; otherwise the script's own, or
-128 plus the number of the signal that ended it.""",
+128 plus the number of the signal that stopped it (138: SIGUSR1, 143: SIGTERM).""",
     {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
     names=_long_options,
 )
