@@ -79,6 +79,28 @@ def test_a_script_is_examined_unchanged_with_json_and_a_page(
         assert part in text
 
 
+def test_a_report_of_a_script_has_its_plan_and_the_error_of_each_rank_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script, out = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(
+        "import torch, torch.distributed as dist, fullshard as fs\n"
+        "dist.init_process_group('gloo')\n"
+        "model = fs.shard(torch.nn.Linear(8, 8), strategy='zero2')\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2, 8)).sum().backward()\n"
+        "optimizer.step()\n"
+        "raise ValueError(f'no batch on rank {dist.get_rank()}')\n"
+    )
+    assert run(["doctor", "--report", "--out", str(out), str(script), "--password", "hunter2"]) == 0
+    text = out.read_text()
+    assert "hunter2" not in text
+    by_rank = json.loads(text)["ranks"]
+    assert [one["error"] for one in by_rank] == [f"ValueError: no batch on rank {rank}" for rank in range(2)]
+    assert "'zero2', 2 ranks" in str(by_rank[0]["models"])
+
+
 def _recorded(events: list[dict[str, Any]], error: str | None = None) -> Any:
     def run_nothing(request: Any, *_: Any) -> list[dict[str, Any]]:
         return [{"events": events, "error": error}] * request.ranks

@@ -272,7 +272,7 @@ def _free_port() -> int:
 DOCTOR = Command(
     "doctor",
     _doctor,
-    "check a training script: are its numbers those of one process?",
+    "check that the numbers of a training script are those of one process",
     """\
 Runs the script for a few steps on ranks that it starts here, beside an unsharded copy of the
 model in plain torch: outputs of every unit, gradients, norms, parameters and buffers are
