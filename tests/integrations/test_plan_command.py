@@ -553,6 +553,9 @@ def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
     # The batch; ReLU keeps its output, which is the next Linear's input; square keeps the last.
     assert found["block_activation_bytes"] == 4 * 16 * 1024 * 4
     assert found["returned_bytes"] == 512  # the loss alone
+    code, half = asked(*said[:3], "--precision", "bf16", "--memory", "1GiB")
+    assert code == 0
+    assert half["block_activation_bytes"] == found["block_activation_bytes"] // 2  # its fp32 batch is cast
 
 
 def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Path) -> None:

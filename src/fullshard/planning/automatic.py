@@ -28,7 +28,7 @@ from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Step
 from fullshard.planning.request import Planning
 from fullshard.planning.settings import BY_NAME, Choice
-from fullshard.planning.subjects import Subject
+from fullshard.planning.subjects import Subject, as_units_get
 from fullshard.planning.tracing import Moment, Trace
 from fullshard.planning.work import Work, product
 
@@ -183,17 +183,12 @@ class _Runs:
         self._batch = batch
 
     def __call__(self, model: nn.Module) -> tuple[Tensor, Any]:
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        batch = tree_map(lambda v: _cast(v, dtype), self._batch)
+        batch = as_units_get(self._batch, model)
         if isinstance(batch, Mapping):
             out = model(**batch)
         else:
             out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
         return _loss(out), out
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _loss(out: Any) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fullshard.errors import FullshardError, OptionError
 from fullshard.extras import need as need_library
@@ -91,6 +92,16 @@ def _length(batch: Batch, context: int) -> int:
     return batch.length or min(context, 4096)
 
 
+def as_units_get(batch: Any, model: nn.Module) -> Any:
+    """A batch in the compute dtype of a model, as the engine casts it."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, batch)
+
+
 def _described(batch: Batch, length: int) -> str:
     return f"{batch.sequences} x {length} tokens per rank"
 
@@ -132,9 +143,7 @@ def _hugging_face(name: str, text: str, batch: Batch) -> Subject:
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
         with _no_packed_sequences():
-            dtype = next(model.parameters()).dtype  # as the engine casts what units get
-            given = family.inputs(kind, batch.sequences, length)
-            out = model(**{n: v.to(dtype) if v.is_floating_point() else v for n, v in given.items()})
+            out = model(**as_units_get(family.inputs(kind, batch.sequences, length), model))
         return out.loss, out
 
     traced = f"the model that transformers {transformers.__version__} builds"

@@ -406,7 +406,7 @@ def _strategies(names: list[str] | None, node_ranks: int | None) -> tuple[str, .
 
 
 def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
-    from fullshard.planning.subjects import META, Batch, Subject, find
+    from fullshard.planning.subjects import META, Batch, Subject, as_units_get, find
 
     if ":" not in name:
         return find(name, Batch(1 if batch is None else batch, sequence))
@@ -417,7 +417,7 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
     simulated = subject(name, None, 2)
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
-        out = simulated.output(model, simulated.batch(META))
+        out = simulated.output(model, as_units_get(simulated.batch(META), model))
         return simulated.loss_in(out), out
 
     return Subject(
