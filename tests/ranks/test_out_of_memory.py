@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import sys
 from typing import Any
@@ -52,7 +51,6 @@ def _block(nested: bool) -> Block:
 
 
 def _reported(where: str, kib: int = 1, nested: bool = False, **options: Any) -> str:
-    gc.collect()  # an earlier model that failed in its backward
     model, other = (nn.Sequential(*[_block(nested) for _ in range(blocks)]) for blocks in (6, 2))
     for one in (other, model):
         fs.shard(one, units=Block, **options)

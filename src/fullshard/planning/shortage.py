@@ -6,6 +6,7 @@ uncaught exceptions, from what the engine holds at that moment.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import weakref
@@ -27,14 +28,15 @@ _installed: list[Any] = []
 def watch(runtime: Runtime) -> None:
     """Explain an OutOfMemoryError that ends this process, for this model too."""
     _watched.add(runtime)
-    if _installed:
-        return  # once: torch's init_process_group wraps the hook that it finds, ours, each time
+    if _installed and sys.excepthook is _installed[-1]:
+        return
     before = sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
-        before(kind, error, trace)
+        before(kind, error, trace)  # may be ours of an earlier start, which init_process_group has wrapped
         shortage = _shortage_in(error)
-        if shortage is not None:
+        if shortage is not None and not hasattr(shortage, "fullshard_explained"):
+            shortage.fullshard_explained = True  # type: ignore[attr-defined]
             for one in _involved(shortage):
                 sys.stderr.write(f"{explain(one, shortage)}\n")
 
@@ -44,8 +46,11 @@ def watch(runtime: Runtime) -> None:
 
 def _involved(error: BaseException) -> list[Runtime]:
     """Of the models of this process, the one whose unit the traceback names, else those in a backward."""
+    named = [one for one in list(_watched) if _computing(one.units, error) is not None]
+    if not named and len(_watched) > 1:
+        for _ in range(2):  # models of earlier attempts, whose errors were caught: some go in a second round
+            gc.collect()
     models = list(_watched)
-    named = [one for one in models if _computing(one.units, error) is not None]
     return named or [one for one in models if one.gathering.backward is not None] or models
 
 
