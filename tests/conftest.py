@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import posix
 import sys
@@ -25,7 +26,8 @@ for folder in (*sorted(HERE.glob("[a-z]*")), HERE.parent / "src"):
 # resolver's five seconds: here that was every hundredth start of ranks.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-import warm  # noqa: E402 (found by the paths above)
+import ranks  # noqa: E402 (found by the paths above)
+import warm  # noqa: E402
 
 gc.disable()  # until the tests are collected: imports leave little garbage
 gc.set_threshold(10_000)
@@ -44,8 +46,10 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
         spec.python = f"{warm.commands(library)}/python"
 
 
-# Nothing depends on the speed of the machine.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Nothing depends on the speed of the machine, nor on chance: the examples are the same in every run.
+settings.register_profile(
+    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 # The ranks share the machine's cores with this process; small tensors gain nothing from more threads.
@@ -73,9 +77,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+# What is remembered of links and devices is not this user's, nor another test's.
+os.environ.setdefault(
+    "MPLCONFIGDIR", f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/matplotlib"
+)
+CACHES = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    os.environ["XDG_CACHE_HOME"] = f"{warm.session()}/cache-{os.getpid()}-{next(CACHES)}"
+    ranks.seed()
+
+
 @pytest.fixture(autouse=True)
-def _no_group_is_left_behind() -> Iterator[None]:
-    """A test that shards in this very process would leave the next one a world of one."""
+def _nothing_is_left_behind() -> Iterator[None]:
+    """A test that shards in this very process, say, would leave the next one a world of one."""
+    before = ranks.Settings()
     yield
+    before.restore()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

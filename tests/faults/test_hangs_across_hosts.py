@@ -128,36 +128,54 @@ def test_all_kinds_of_stuck_and_lost_ranks_of_other_hosts_are_named(tmp_path: Pa
     _check((CASES + MORE) * 3, tmp_path, at_once=4)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_cut_link_is_named_on_both_sides_with_host_and_ranks(tmp_path: Path) -> None:
-    command = [f"{warm.commands()}/python", str(hang_runs.SCRIPT), "keeps stepping", str(tmp_path)]
     try:
-        with namespaces.two_nodes() as nodes:
-            common = {
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "1",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": nodes[0].address,
-                "MASTER_PORT": str(ranks.free_port()),
-                "FULLSHARD_STALL_TIMEOUT_S": "14",
-            }
-            commands = [["env", f"RANK={rank}", *command] for rank in range(2)]
-            with namespaces.running(nodes, commands, tmp_path, **common) as started:
-                _wait_for(lambda: (tmp_path / "event").exists(), started, tmp_path)
-                cut_at = time.time()
-                namespaces.cut(nodes[1])
-                _wait_for(lambda: all(process.poll() is not None for process in started), started, tmp_path)
-                print(f"ended {time.time() - cut_at:.1f} s after the cut")
+        # On a machine that is busy with other tests a host may be silent for other reasons: once more.
+        wrong = _with_a_cut_link(tmp_path / "first") and _with_a_cut_link(tmp_path / "again")
     except namespaces.Unavailable as error:
         pytest.skip(str(error))
-    near, far = ((tmp_path / f"node-{index}.log").read_text() for index in range(2))
+    assert not wrong, "\n\n".join(wrong)
+
+
+def _with_a_cut_link(folder: Path) -> list[str]:
+    """What neither side named, with all that it printed."""
+    folder.mkdir()
+    command = [f"{warm.commands()}/python", str(hang_runs.SCRIPT), "keeps stepping", str(folder)]
+    with namespaces.two_nodes() as nodes:
+        common = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(ranks.free_port()),
+            "FULLSHARD_STALL_TIMEOUT_S": "14",
+        }
+        commands = [["env", f"RANK={rank}", *command] for rank in range(2)]
+        with namespaces.running(nodes, commands, folder, **common) as started:
+            _wait_for(lambda: (folder / "event").exists(), started, folder)
+            cut_at = time.time()
+            namespaces.cut(nodes[1])
+            _wait_for(lambda: all(process.poll() is not None for process in started), started, folder)
+            print(f"ended {time.time() - cut_at:.1f} s after the cut")
     silent = "this host was not heard of for"
-    assert re.search(rf"has waited \d+ s in .*Late: rank 1 on node-b: {silent}", near), near
-    assert re.search(rf"Stalled: .*nothing moved .*rank 1 on node-b: {silent}", near), near
-    assert re.search(
-        rf"has waited \d+ s in .*Late: the store of this run .*rank 0 on node-a: {silent}", far
-    ), far
-    assert re.search(rf"Stalled: .*rank 0 on node-a: {silent}", far), far
+    expected = (
+        (
+            rf"has waited \d+ s in .*Late: rank 1 on node-b: {silent}",
+            rf"Stalled: .*nothing moved .*rank 1 on node-b: {silent}",
+        ),
+        (
+            rf"has waited \d+ s in .*Late: the store of this run .*rank 0 on node-a: {silent}",
+            rf"Stalled: .*rank 0 on node-a: {silent}",
+        ),
+    )
+    texts = [(folder / f"node-{index}.log").read_text() for index in range(2)]
+    return [
+        f"no {part!r}:\n{text}"
+        for parts, text in zip(expected, texts, strict=True)
+        for part in parts
+        if not re.search(part, text)
+    ]
 
 
 def _wait_for(done: Callable[[], bool], started: list[subprocess.Popen[str]], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -34,7 +35,7 @@ def stuck_run(start: Start) -> tuple[Peer, Peer]:
         peer.do("r.end('gather', n)")
     first.do("n = r.begin('gather', 'forward', 'blocks.1', 5)", "r.wait_begin('gather', n)")
     second.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    os.waitpid(second.process.pid, os.WUNTRACED)  # until it is stopped
     return first, second
 
 

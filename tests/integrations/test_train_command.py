@@ -109,7 +109,9 @@ def test_run_whose_ranks_are_killed_goes_on_with_identical_losses(tmp_path: Path
     runs.write_texts(tmp_path / "texts")
     config = str(runs.write_config(tmp_path))
     ended = ranks.outcome(_until, 2, config, [], 5, signal.SIGKILL, timeout_s=LIMIT_S)
-    assert {error.type_name for error in ended.errors.values()} == {"Exit"}, ended
+    # The rank that is killed a moment later may have heard of the other's end before its own.
+    assert ended.errors.keys() == {0, 1}, ended
+    assert all(error.type_name == "Exit" or error.is_a("FullshardError") for error in ended.errors.values())
     assert 4 <= steps_done(tmp_path / "run") <= 5
     assert cut_short(tmp_path / "run") in (2, 4)  # the last save went on in the background
     ranks.run(runs.train, 2, config, [], timeout_s=LIMIT_S)
@@ -127,7 +129,7 @@ def test_run_whose_launcher_is_killed_leaves_no_rank_behind_and_goes_on(long_run
         assert len(rank_processes(long_run)) == 2
         process.kill()
         process.wait()
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + LIMIT_S
         while rank_processes(long_run) and time.monotonic() < end_s:
             time.sleep(0.05)
         assert not rank_processes(long_run), "ranks outlived the launcher"

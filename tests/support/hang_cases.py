@@ -29,7 +29,8 @@ VICTIM = int(os.environ.get("VICTIM", "1"))  # the rank that gets stuck, or leav
 
 def event() -> None:
     """Now it happens: for the table of times."""
-    (FOLDER / "event").write_text(str(time.time()))
+    (FOLDER / f"new-{RANK}").write_text(str(time.time()))
+    (FOLDER / f"new-{RANK}").rename(FOLDER / "event")  # another rank may write it too, or end this one
 
 
 def stop() -> None:

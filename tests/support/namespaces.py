@@ -144,7 +144,7 @@ def running(
         for pid in [pid for process in started for pid in (*below(process.pid), process.pid)]:
             kill(pid)
         for process in started:
-            process.wait(10)
+            process.wait(60)
 
 
 def _environment(node: Node) -> dict[str, str]:

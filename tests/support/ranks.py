@@ -7,7 +7,8 @@ Every rank sees the environment torchrun would give it and runs on one torch thr
 from a server that has torch imported, and kept warm between runs, because starting two ranks costs 0.6 s.
 Test files that import transformers or lightning get workers from a server that has it imported too (4 s of
 CPU per rank otherwise). After a run that did not go well everywhere all workers are ended: nobody knows what
-state they are in. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
+state they are in. So they are when a sharded model is left, as one is that keeps a loss: autograd's graph
+holds its model, and Python cannot see that. `FULLSHARD_TEST_FRESH=1` gives every run new processes.
 
 A run has a time limit, always. At the limit every rank still running is asked for its stacks (faulthandler
 answers a signal even where Python is stuck in a collective), then killed.
@@ -33,6 +34,8 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -150,15 +153,26 @@ def outcome(
         task = _Task(fn.__module__, fn.__qualname__, args, environment, init, fresh)
         worker.pipe.send_bytes(pickle.dumps(task))
     result = _collect(workers, timeout_s, timeout_s if grace_s is None else grace_s)
-    if fresh or result.errors:
+    if fresh or result.errors or not all(worker.can_serve for worker in workers):
         _pool.end()
     return result
 
 
+_reserved: deque[socket.socket] = deque()
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that no other process gets by chance before a rank listens on it.
+
+    The socket stays bound, but does not listen: a store, whose socket may share its port, can still take it.
+    """
+    while len(_reserved) >= 64:  # of runs that are over
+        _reserved.popleft().close()
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _reserved.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -170,6 +184,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", ""),
         # The host's own name need not resolve in a container; all ranks are here.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
@@ -202,6 +217,7 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     stacks: Path
+    can_serve: bool = True  # nothing of its last run is left
 
     def read_stacks(self) -> str:
         """The Python stacks of all threads, now. Empty where the process is gone or never got going."""
@@ -328,7 +344,8 @@ def _collect(workers: list[_Worker], timeout_s: float, grace_s: float) -> Outcom
 
 def _collect_one(worker: _Worker, rank: int, result: Outcome) -> None:
     try:
-        kind, payload = pickle.loads(worker.pipe.recv_bytes())
+        answer = worker.pipe.recv_bytes()
+        worker.can_serve, (kind, payload) = bool(answer[0]), pickle.loads(memoryview(answer)[1:])
     except (EOFError, ConnectionError):
         worker.process.join(5)
         code = worker.process.exitcode
@@ -363,7 +380,7 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     _connect_when_rank_0_listens()
-    environment = dict(os.environ)
+    settings = Settings()
     gc.freeze()  # what the server has imported: 300,000 objects, which a collection need not walk every time
     gc.set_threshold(10_000)  # a twelfth of the time went into looking for garbage
     while True:
@@ -374,11 +391,12 @@ def _serve(pipe: Connection, stacks_path: str) -> None:
         os.environ.update(task.environment)
         kind, payload = _answer(task)
         if kind == "value" and not task.last:
-            _forget(environment)
+            _forget(settings)
+        can_serve = not has_models()
         # After an error everything stays as it is until the parent ends us: closing the process group here
         # would end the other ranks' waiting, and hide that they hang.
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(payload)
+            pipe.send_bytes(bytes([can_serve]) + payload)
         if task.last and kind == "value":
             return
 
@@ -417,8 +435,7 @@ def _die_with_parent() -> None:
 def _answer(task: _Task) -> tuple[str, bytes]:
     import torch
 
-    torch.manual_seed(0)
-    random.seed(0)
+    seed()
     try:
         if task.init:
             torch.distributed.init_process_group("gloo")
@@ -427,17 +444,62 @@ def _answer(task: _Task) -> tuple[str, bytes]:
             fn = getattr(fn, name)
         # Plain pickle, not multiprocessing's: that one would send tensors through shared memory, which is
         # gone when this process is.
-        return "value", pickle.dumps(("value", fn(*task.args)))
+        with warnings.catch_warnings():
+            return "value", pickle.dumps(("value", fn(*task.args)))
     except BaseException as error:
         bases = tuple(base.__name__ for base in type(error).__mro__)
         text = traceback.format_exc()
         return "error", pickle.dumps(("error", (type(error).__name__, str(error), text, bases)))
 
 
+def seed() -> None:
+    """Random numbers of a test do not depend on what ran before it in this process."""
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+
+
+class Settings:
+    """What holds for a whole process, as it was when this was made, so that no test leaves it to the next."""
+
+    def __init__(self) -> None:
+        self.folder, self.environment = os.getcwd(), dict(os.environ)
+        self.arguments, self.path, self.hook = list(sys.argv), list(sys.path), sys.excepthook
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore(self) -> None:
+        import torch
+
+        os.chdir(self.folder)
+        if os.environ != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        sys.argv[:], sys.path[:], sys.excepthook = self.arguments, self.path, self.hook
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)  # imports the compiler, even to change nothing
+
+
 _num_modules = 0  # when objects were last frozen
 
 
-def _forget(environment: dict[str, str]) -> None:
+def has_models() -> bool:
+    """Is any sharded model left in this process?"""
+    shortage = sys.modules.get("fullshard.planning.shortage")  # which knows them all
+    return shortage is not None and len(shortage._watched) > 0
+
+
+def _forget(settings: Settings) -> None:
     """Leave nothing of this run to the next: process group, environment, torch's global settings."""
     import torch
 
@@ -447,14 +509,10 @@ def _forget(environment: dict[str, str]) -> None:
                 host_group.forget_first_groups()
             torch.distributed.destroy_process_group()
     gc.collect()  # now: what still holds a group would keep its threads through the next run, frozen for good
+    if has_models():
+        gc.collect()  # what an error's frames hold may go in a second round only
     global _num_modules
     if len(sys.modules) > _num_modules:
         gc.freeze()  # garbage is gone: what is left of this run are modules that it imported
         _num_modules = len(sys.modules)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)  # imports the compiler, even to change nothing
+    settings.restore()

@@ -62,7 +62,8 @@ def train(config: str, overrides: list[str]) -> int:
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")  # a run may be writing the next line
+    lines = [json.loads(line) for line in written.splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 

@@ -250,6 +250,8 @@ class Server:
             selector.register(source, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
+                if selector.get_map().get(key.fd) is not key:
+                    continue  # another of these events has ended it
                 if key.fileobj is sys.stdin:
                     signal.set_wakeup_fd(-1)
                     self._kill(list(self.running))
