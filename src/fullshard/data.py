@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fullshard.comm.groups import own_rank, rank_count
+from fullshard.elastic import reports
 from fullshard.errors import CheckpointError, OptionError, StateError
 from fullshard.keywords import checked_keywords
 
@@ -127,7 +128,7 @@ class Batches:
         random_numbers = torch.get_rng_state()
         iterator = iter(loader)  # a stateful loader sets our position here
         torch.set_rng_state(random_numbers)
-        self._counting, here = True, self._pass
+        self._counting, here, report = True, self._pass, reports.own()
         for batch in iterator:
             if here != self._pass or self._handed_out <= self._used:
                 raise StateError(
@@ -135,6 +136,8 @@ class Batches:
                     "Give the loader batch_sampler=batches, and call batches.resume before batches.steps.",
                 )
             self._used += 1
+            if report is not None:
+                report.begins(self._used - 1)
             yield self._used - 1, batch
 
     def state(self) -> dict[str, Any]:

@@ -160,6 +160,22 @@ def keeper() -> str:
     return os.environ.get(KEEPER, "")
 
 
+def agent_folder() -> str | None:
+    """FULLSHARD_AGENT: where a rank of an elastic run reports to the agent of its host."""
+    return os.environ.get("FULLSHARD_AGENT") or None
+
+
+def all_variables() -> dict[str, str]:
+    """A copy of the environment, for a process that is to be started."""
+    return dict(os.environ)
+
+
+def replace_variables(variables: dict[str, str]) -> None:
+    """Be a process that was started with these variables."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def plan_from_environment() -> str | None:
     """FULLSHARD_PLAN: 'auto', or the file of a recorded plan, for models that a library prepares."""
     return os.environ.get("FULLSHARD_PLAN") or None

@@ -25,6 +25,7 @@ from fullshard.checkpoint.parameters import buffers, sites, tied_names
 from fullshard.checkpoint.save import check_model, check_same_request
 from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
+from fullshard.elastic import reports
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, RankMismatch
 from fullshard.keywords import checked_keywords
@@ -108,7 +109,10 @@ def _load_from(
         _check_same_source(source, {identity for _, identity in requests})
         if isinstance(source, Foreign):
             return _load_foreign(control, source, runtime, model, optimizer, strict)
-        return _load(control, source, runtime, model, optimizer, strict)
+        loaded = _load(control, source, runtime, model, optimizer, strict)
+        if optimizer is not None and (report := reports.own()) is not None:
+            report.loaded(str(source.folder))
+        return loaded
     finally:
         for source in opened:
             source.close()

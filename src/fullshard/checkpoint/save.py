@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from fullshard.checkpoint.saving.job import Description, Job
 from fullshard.checkpoint.saving.writing import FilePlan, plan_files
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.comm.messages import record
+from fullshard.elastic import reports
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import OptionError, RankMismatch, StateError
 from fullshard.keywords import checked_keywords
@@ -117,7 +118,19 @@ def save(
     job = Job(control, target, saved, values, plans, description, (keep_last, files))
     if background:
         job.copy_to_host()
-    return Saving(target, job.run, background)
+    saving = Saving(target, job.run, background)
+    if any(request.leaves for request in requests):  # on all ranks alike: the run goes on from this save
+        _leave_after(saving)
+    return saving
+
+
+def _leave_after(saving: Saving) -> NoReturn:
+    """End this rank of an elastic run: hosts have joined, and it goes on with more ranks."""
+    saving.wait()
+    report = reports.own()
+    if report is not None:
+        report.leave()
+    raise reports.LeftForRound(0)
 
 
 @record
@@ -127,6 +140,7 @@ class _Request:
 
     options: dict[str, Any]
     extra: dict[str, str]  # digests of the user's values
+    leaves: bool  # the agent of its host has asked it to leave after a save
 
 
 def _check_request(
@@ -150,9 +164,9 @@ def _check_request(
         raise OptionError(f"files is {files!r}", f"Choose one of {', '.join(map(repr, FILES))}.")
     encoded = extra_values.encode_extra(extra, len(runtime.comm.world.members))
     options = options | {"path": _resolved(path), "optimizer": type(optimizer).__name__}
-    return encoded, _Request(
-        options, {name: extra_values.digest(tree) for name, (tree, _) in encoded.items()}
-    )
+    digests = {name: extra_values.digest(tree) for name, (tree, _) in encoded.items()}
+    report = reports.own()
+    return encoded, _Request(options, digests, report is not None and report.asked_to_leave)
 
 
 def check_model(runtime: Runtime, model: nn.Module, optimizer: Any, verb: str) -> None:

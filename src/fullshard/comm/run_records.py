@@ -18,6 +18,7 @@ from fullshard.comm.recorder_files import (
     WORD,
     Folder,
     Peer,
+    Place,
     record_name,
     records_parent,
     records_prefix,
@@ -52,6 +53,19 @@ def standings() -> list[list[str]]:
                 peers = itertools.islice(records.peers().values(), _MOST_RANKS)
                 found.append([text for peer in peers if (text := _standing(peer))])
     return [run for run in found if run]
+
+
+def places_of(pids: set[int]) -> dict[int, Place]:
+    """Where these processes of this host are, or were last; of several records, that with most operations."""
+    found: dict[int, Place] = {}
+    for records in _runs_in(records_parent()) if pids else ():
+        for peer in records.peers().values():
+            place = peer.place()
+            if place is not None and place.pid in pids:
+                known = found.get(place.pid)
+                if known is None or (place.step, place.sequence) > (known.step, known.sequence):
+                    found[place.pid] = place
+    return found
 
 
 def _standing(peer: Peer) -> str:

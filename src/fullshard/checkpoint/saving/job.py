@@ -21,6 +21,7 @@ from fullshard.checkpoint.saving.extra_values import ExtraValues
 from fullshard.checkpoint.saving.host_copy import HostCopy
 from fullshard.checkpoint.saving.writing import FilePlan, RankWriter, Written, index_of
 from fullshard.comm.control import ControlGroup
+from fullshard.elastic import reports
 from fullshard.errors import CheckpointError
 from fullshard.version import VERSION
 
@@ -75,6 +76,8 @@ class Job:
             control.together(lambda: self._write(writer, shared), "writing")
             results = control.gather_object((writer.written, self._values.own))
             control.together(lambda: self._finish(staging, results, token), "finishing a save")
+            if (report := reports.own()) is not None:
+                report.saved(str(self._target))
         except BaseException:
             if staging is not None:
                 commit.abandon(staging)

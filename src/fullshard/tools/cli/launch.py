@@ -21,7 +21,9 @@ import typer
 
 from fullshard.environment import cores, set_default_variables, torchrun_defaults
 from fullshard.errors import OptionError
+from fullshard.tools.cli import launch_elastic
 from fullshard.tools.cli.commands import Command
+from fullshard.tools.cli.launch_elastic import Elastic
 from fullshard.tools.cli.launch_signals import RANK_MODULE, PassedOn
 
 MAX_CPU_RANKS = 8  # beyond that, more threads per rank help more than further ranks, which each load torch
@@ -67,6 +69,7 @@ class Launching:
     script: tuple[str, ...]  # and its arguments
     variables: dict[str, str]
     why: str
+    elastic: Elastic | None = None  # with --elastic: torchrun is not used
 
     @property
     def words(self) -> list[str]:
@@ -88,11 +91,15 @@ def _launch(
     launching, dry_run = parse(arguments)
     if dry_run:
         variables = [f"{name}={value}" for name, value in launching.variables.items()]
-        print(" ".join([*variables, shlex.join(["torchrun", *launching.words])]))
+        words = ["torchrun", *launching.words]
+        if launching.elastic is not None:
+            words = [sys.executable, "-m", RANK_MODULE, *launching.elastic.words]
+            print(f"fullshard: {launching.why}")
+        print(" ".join([*variables, shlex.join(words)]))
         return 0
     set_default_variables(launching.variables)
     print(f"fullshard: {launching.why}", file=sys.stderr)
-    return start(launching)
+    return start(launching) if launching.elastic is None else launch_elastic.start(launching.elastic)
 
 
 def parse(words: Sequence[str]) -> tuple[Launching, bool]:
@@ -106,6 +113,10 @@ def parse(words: Sequence[str]) -> tuple[Launching, bool]:
     is_module = _flag(given, "module")
     _refuse(given)
     require_script(script[0], is_module)
+    if given.get("elastic") is not None:
+        return _elastic(given, script), _flag(given, "dry_run")
+    if given.get("rounds") is not None:
+        raise OptionError("--rounds is for elastic runs", "Give --elastic MIN:MAX as well.")
     nodes = str(given.get("nnodes", "1"))
     if nodes in ("1", "1:1") and not _RENDEZVOUS & set(given):
         options = ["--standalone", *options]
@@ -116,6 +127,15 @@ def parse(words: Sequence[str]) -> tuple[Launching, bool]:
     why = _why(script[0], is_module, local, nodes)
     launching = Launching(tuple(options), is_module, script, _variables(local, nodes), why)
     return launching, _flag(given, "dry_run")
+
+
+def _elastic(given: dict[str, Any], script: tuple[str, ...]) -> Launching:
+    is_module = _flag(given, "module")
+    words = ["-m", *script] if is_module else list(script)
+    elastic = launch_elastic.parse(given, words, _local_ranks())
+    what = f"module {script[0]}" if is_module else script[0]
+    variables = _variables(str(elastic.request.offer), "1")
+    return Launching((), is_module, script, variables, f"{what} on {elastic}", elastic)
 
 
 def _script_at(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -146,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = get_args_parser()
     parser.__class__ = _Parser
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
+    parser.add_argument("--elastic", metavar="MIN:MAX")
+    parser.add_argument("--rounds", metavar="FILE")
     for action in parser._actions:
         if action.option_strings:
             action.default = argparse.SUPPRESS
@@ -160,7 +182,14 @@ def _long_options() -> list[str]:
     files = [file for folder in folders if (file := Path(folder) / "distributed" / "run.py").is_file()]
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if _adds_argument(node)]
     words = [str(one.value) for call in calls for one in call.args if isinstance(one, ast.Constant)]
-    return sorted({"--dry-run", *(word for word in words if word.startswith("--") and "_" not in word)})
+    return sorted(
+        {
+            "--dry-run",
+            "--elastic",
+            "--rounds",
+            *(word for word in words if word.startswith("--") and "_" not in word),
+        }
+    )
 
 
 def _adds_argument(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -326,6 +355,9 @@ A thin wrapper around torchrun: all its options pass through (--nnodes, --rdzv-e
 4. A missing script is an error before any process starts, tracebacks contain only your
    own lines, and the exit code is that of the rank that failed first.
 
+With --elastic MIN:MAX the run goes on when ranks or hosts are lost, on MIN to MAX ranks,
+and grows again when hosts come back (docs/elastic.md); --rounds FILE records that.
+
 --dry-run prints the command and starts nothing. Options come before SCRIPT; arguments
 after it belong to the script.""",
     """\
@@ -333,6 +365,7 @@ examples:
   fullshard launch train.py --epochs 3
   fullshard launch --nproc-per-node 2 train.py
   fullshard launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
+  fullshard launch --elastic 2:8 train.py
   fullshard launch -m my_package.train --lr 1e-4
   fullshard launch --dry-run train.py
 

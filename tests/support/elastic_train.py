@@ -1,0 +1,99 @@
+"""A training as in docs/elastic.md, with accidents: python elastic_train.py ROOT STEPS ACCIDENTS.
+
+ACCIDENTS is JSON, [[step, rank, what], ...]: 'kill', 'raise' and 'exit' happen once, 'always raise' in every
+round, 'wait FILE' waits until there is such a file beside ROOT, 'nan' is a batch that gives no finite loss.
+Step -1 is before the model is sharded. At the end the first rank writes the parameters to ROOT/final.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fullshard as fs
+
+SAMPLES, BATCH = 96, 12
+
+
+def data() -> TensorDataset:
+    inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def reference(steps: int, without: frozenset[int] = frozenset()) -> list[Tensor]:
+    """The parameters after a run of one process without fullshard's engine, and without some batches."""
+    model, samples = new_model(), data()
+    optimizer, batches = new_optimizer(model), fs.Batches(SAMPLES, BATCH, rank=0, ranks=1)
+    for step in range(steps):
+        if step not in without:
+            inputs, targets = samples[batches.indices(step)]
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def happen(root: Path, accidents: list[list[object]], step: int) -> None:
+    for at, rank, what in accidents:
+        if at != step or rank != int(os.environ["RANK"]):
+            continue
+        if str(what).startswith("wait "):
+            while not (root.parent / str(what).removeprefix("wait ")).exists():
+                time.sleep(0.02)
+        if what == "always raise":
+            raise ValueError(f"no such luck at {id(object()):#x}")
+        if what == "always kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        mark = root.parent / f"happened-{what}-{at}"
+        if what not in ("kill", "raise", "exit") or mark.exists():
+            continue
+        mark.touch()
+        if what == "raise":
+            raise ValueError("once")
+        if what == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
+    happen(root, accidents, -1)
+    model = fs.shard(new_model())
+    optimizer, samples = new_optimizer(model), data()
+    batches = fs.Batches(SAMPLES, BATCH)
+    loader = DataLoader(samples, batch_sampler=batches)
+    if path := fs.latest(root):
+        batches.resume(fs.load(path, model, optimizer)["batches"])
+    for step, (inputs, targets) in batches.steps(loader):
+        if step >= steps:
+            break
+        happen(root, accidents, step)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if int(os.environ["RANK"]) == 0:
+            print(f"trained {step} on {os.environ['WORLD_SIZE']}", flush=True)
+        fs.save(root / f"step-{step}", model, optimizer, extra={"batches": batches.state()}, keep_last=3)
+    with fs.full(model):
+        if int(os.environ["RANK"]) == 0:
+            torch.save([parameter.detach().clone() for parameter in model.parameters()], root / "final.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
