@@ -325,3 +325,54 @@ def test_optimizer_state_of_wrapped_parts_in_a_plain_model_is_whole_under_the_na
     for found in ranks.run(_parts_alone, 2, init=True, timeout_s=120):
         for number, state in enumerate(found):
             assert_state(state, expected, f"way {number}")
+
+
+# --- optimizers that step on entire tensors ---------------------------------------------------------------
+
+
+def _owned_optimizers() -> list[tuple[str, list[str], list[str]]]:
+    """By optimizer and state dict type: values that are not those of one process, and parameters that differ
+    after one more step of a model that has loaded them."""
+    import optimizer_kinds as kinds
+
+    wrapper, types = ours()[0].FullyShardedDataParallel, ours()[0].StateDictType
+    makes: list[Any] = [
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05),
+        lambda model: kinds.Shampoo(model.parameters(), lr=0.01),
+        lambda model: torch.optim.Muon([p for n, p in model.named_parameters() if n.endswith("0.weight")]),
+    ]
+    found = []
+    for make in makes:
+        plain = build(WithBuffer)
+        expected = make(plain)
+        _step(plain, expected, [0, 1])
+        for full in (True, False):
+            kind = types.FULL_STATE_DICT if full else types.SHARDED_STATE_DICT
+            models = [by_policy(ours(), build(WithBuffer)) for _ in range(2)]
+            optimizers = [make(model) for model in models]
+            _step(models[0], optimizers[0], [my_rank()])
+            with wrapper.state_dict_type(models[0], kind), wrapper.state_dict_type(models[1], kind):
+                taken = wrapper.optim_state_dict(models[0], optimizers[0])
+                models[1].load_state_dict(models[0].state_dict())
+                loaded = wrapper.optim_state_dict_to_load(models[1], optimizers[1], taken)
+            optimizers[1].load_state_dict(loaded)
+            wrong = []
+            for name, p in plain.named_parameters():
+                for key, value in expected.state.get(p, {}).items():
+                    mine = taken["state"][name][key]
+                    mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+                    if isinstance(value, Tensor) and not torch.allclose(mine, value, rtol=1e-3, atol=1e-5):
+                        wrong.append(f"{name}.{key}")
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _step(model, optimizer, [my_rank()])
+            with wrapper.summon_full_params(models[0]), wrapper.summon_full_params(models[1]):
+                pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+                differing = [name for (name, a), b in pairs if not torch.equal(a, b)]
+            found.append((f"{type(optimizers[0]).__name__} {kind}", wrong, differing))
+    return found
+
+
+def test_state_of_entire_tensors_is_taken_and_loaded_by_names() -> None:
+    for found in ranks.run(_owned_optimizers, 2):
+        for name, wrong, differing in found:
+            assert (wrong, differing) == ([], []), name

@@ -149,18 +149,11 @@ def _with_accumulation() -> list[str]:
         owned_cases.loss_of(pair.model, step + 5).backward()
         for number in (step, step + 5):
             owned_cases.loss_of(pair.reference, number).backward()
-        _copy_gradients(pair)
+        owned_cases.copy_gradients(pair)
         for optimizer in pair.optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return pair.differing()
-
-
-def _copy_gradients(pair: Pair) -> None:
-    with torch.no_grad():
-        for ours, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            if theirs.grad is not None and ours.grad is not None:
-                ours.grad.copy_(theirs.grad)
 
 
 def _with_scaler() -> list[str]:
@@ -173,7 +166,7 @@ def _with_scaler() -> list[str]:
         if step == 1:
             for model in (pair.reference, pair.model):
                 model.experts.grad.fill_(float("inf"))
-        _copy_gradients(pair)
+        owned_cases.copy_gradients(pair)
         for optimizer, scaler in zip(pair.optimizers, scalers, strict=True):
             scaler.step(optimizer)
             scaler.update()

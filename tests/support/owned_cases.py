@@ -100,5 +100,13 @@ class Pair:
             ]
 
 
+def copy_gradients(pair: Pair) -> None:
+    """Those of one process into the sharded model."""
+    with torch.no_grad():
+        for ours, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            if theirs.grad is not None and ours.grad is not None:
+                ours.grad.copy_(theirs.grad)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)

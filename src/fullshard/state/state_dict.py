@@ -62,7 +62,8 @@ class StateShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        value = next(a for a in args if isinstance(a, StateShard))
+        given = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
+        value = next(a for a in given if isinstance(a, StateShard))
         if func is torch.ops.aten.detach.default:
             return value._holding(value.local)
         if func is torch.ops.aten.clone.default:

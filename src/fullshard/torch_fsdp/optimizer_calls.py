@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import engine_of
 from fullshard.errors import NotSupported, StateError
 from fullshard.torch_fsdp import optimizer_dicts, strategies
@@ -41,7 +42,8 @@ class OptimizerCalls:
         own = optim.state_dict() if optim_state_dict is None else optim_state_dict
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         first_only = getattr(config, "rank0_only", False)
-        return _taken(model, numbered(model, optim), own, (full, first_only, config.offload_to_cpu))
+        how = (full, first_only, config.offload_to_cpu)
+        return _taken(_parts(model, optim), numbered(model, optim), own, how)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -55,7 +57,7 @@ class OptimizerCalls:
         """This rank's part, for `optim.load_state_dict`."""
         first_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
         order = numbered(model, optim)
-        loaded = optimizer_dicts.to_load(_parts(model), optim_state_dict, order, first_only)
+        loaded = optimizer_dicts.to_load(_parts(model, optim), optim_state_dict, order, first_only)
         if not is_named_optimizer:
             loaded = optimizer_dicts.numbers_for_names(loaded, order)
         if load_directly:
@@ -74,12 +76,13 @@ class OptimizerCalls:
     ) -> dict[str, Any]:
         """Unsharded values on the host, on the first rank or on all."""
         order = numbered(model, optim, optim_input)
-        return _taken(model, order, optim.state_dict(), (True, rank0_only, True))
+        return _taken(_parts(model, optim), order, optim.state_dict(), (True, rank0_only, True))
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """Shards that know their global shape."""
-        return _taken(model, numbered(model, optim), optim.state_dict(), (False, False, False))
+        order = numbered(model, optim)
+        return _taken(_parts(model, optim), order, optim.state_dict(), (False, False, False))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -89,7 +92,8 @@ class OptimizerCalls:
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of unsharded values, which every rank has."""
-        return _loaded(full_optim_state_dict, model, numbered(model, optim, optim_input), False)
+        order = numbered(model, optim, optim_input)
+        return _loaded(full_optim_state_dict, _parts(model, optim), order, False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -100,14 +104,15 @@ class OptimizerCalls:
         group: Any = None,
     ) -> dict[str, Any]:
         """The same where only the first rank has them; the others give None."""
-        return _loaded(full_optim_state_dict, model, numbered(model, optim, optim_input), True)
+        order = numbered(model, optim, optim_input)
+        return _loaded(full_optim_state_dict, _parts(model, optim), order, True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
         """This rank's part of shards."""
-        return _loaded(sharded_optim_state_dict, model, numbered(model, optim), False)
+        return _loaded(sharded_optim_state_dict, _parts(model, optim), numbered(model, optim), False)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -123,7 +128,7 @@ class OptimizerCalls:
         return optimizer_dicts.rekey(optim_state_dict, kind is OptimStateKeyType.PARAM_NAME, order)
 
 
-def _parts(model: nn.Module) -> Parts:
+def _parts(model: nn.Module, optimizer: Optimizer | None) -> Parts:
     wrappers = wrappers_in(model)
     if not wrappers:
         raise StateError(f"{type(model).__name__} holds no wrapped module", "Wrap the model first.")
@@ -135,14 +140,14 @@ def _parts(model: nn.Module) -> Parts:
             "optimizer state of a model with parts that are wrapped for different ranks",
             "Take the state of each part with an optimizer of its own.",
         )
-    return Parts(list(engines), names_in(model))
+    owned = None if optimizer is None else owned_step(optimizer)
+    return Parts(list(engines), names_in(model), () if owned is None else owned.by_parameter)
 
 
 def _taken(
-    model: nn.Module, order: Numbered, own: dict[str, Any], how: tuple[bool, bool, bool]
+    parts: Parts, order: Numbered, own: dict[str, Any], how: tuple[bool, bool, bool]
 ) -> dict[str, Any]:
     full, first_only, to_host = how
-    parts = _parts(model)
     state, groups = optimizer_dicts.by_name(own, order)
     if not full:
         return {"state": optimizer_dicts.shards(parts, state, to_host)} | groups
@@ -151,8 +156,6 @@ def _taken(
     return {"state": unsharded} | groups if keep else {}
 
 
-def _loaded(
-    saved: dict[str, Any] | None, model: nn.Module, order: Numbered, first_only: bool
-) -> dict[str, Any]:
-    loaded = optimizer_dicts.to_load(_parts(model), saved, order, first_only)
+def _loaded(saved: dict[str, Any] | None, parts: Parts, order: Numbered, first_only: bool) -> dict[str, Any]:
+    loaded = optimizer_dicts.to_load(parts, saved, order, first_only)
     return optimizer_dicts.numbers_for_names(loaded, order)

@@ -6,7 +6,7 @@ lane by lane; `to_load` cuts them again, for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +37,7 @@ class Parts:
 
     runtimes: Sequence[Runtime]
     names: dict[int, str]  # of the model's parameters, by id
+    entire: Collection[int] = ()  # ids of those on which the optimizer steps as entire tensors
 
     @property
     def comm(self) -> Comm:
@@ -52,12 +53,12 @@ class Parts:
 
     @cached_property
     def cut(self) -> dict[str, Site]:
-        """Parameters of which this rank holds some elements, by name."""
+        """Parameters of which this rank holds some elements, and of their state, by name."""
         return {
             self.names[id(p)]: Site(self.names[id(p)], p, lane, index)
             for runtime in self.runtimes
             for p, lane, index in runtime.places()
-            if not lane.replicated and id(p) in self.names
+            if not lane.replicated and id(p) in self.names and id(p) not in self.entire
         }
 
 
@@ -131,8 +132,10 @@ def by_name(state_dict: dict[str, Any], order: Numbered) -> tuple[State, dict[st
 
 
 def _own(held: dict[str, Any]) -> dict[str, Any]:
-    """Values as the optimizer keeps them; its state dict may show them as StateShards."""
-    return {key: value.local if isinstance(value, StateShard) else value for key, value in held.items()}
+    """Values as the optimizer keeps them; its state dict may show them as StateShards. Those that one rank
+    has all elements of stay so: the others know of them by that."""
+    shards = {key: value for key, value in held.items() if isinstance(value, StateShard)}
+    return held | {key: value.local for key, value in shards.items() if not value.entire}
 
 
 def unsharded(parts: Parts, state: State, keep: bool, to_host: bool) -> State:
@@ -146,8 +149,8 @@ def unsharded(parts: Parts, state: State, keep: bool, to_host: bool) -> State:
                 position = parts.lanes.index(site.lane)  # type: ignore[arg-type]
                 together.setdefault((position, key, plain(value).dtype), []).append(site)
                 result[name][key] = None  # its place in the order of keys
-            elif keep:
-                result[name][key] = _taken(value, to_host)
+            else:
+                result[name][key] = _taken(_from_owner(value), to_host)
     _agree(parts, together)
     for (position, key, dtype), members in sorted(together.items(), key=lambda item: str(item[0])):
         lane = parts.lanes[position]
@@ -174,10 +177,19 @@ def shards(parts: Parts, state: State, to_host: bool) -> State:
     return result
 
 
+def _from_owner(value: Any) -> Any:
+    """Entire tensors on all ranks, which take part in the same order: an owner's state dict lists it."""
+    if isinstance(value, StateShard):
+        return value.full_tensor()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_from_owner, value))
+    return {key: _from_owner(held) for key, held in value.items()} if isinstance(value, dict) else value
+
+
 def _taken(value: Any, to_host: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
-    value = plain(value)
+    value = value if isinstance(value, StateShard) else plain(value)
     return value.cpu() if to_host and not value.is_cpu else value.clone()
 
 
@@ -283,6 +295,8 @@ def _cut(site: Site | None, named: tuple[str, str], value: Any, is_number: bool)
     if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         return deepcopy(value)
     if isinstance(value, StateShard):
+        if site is None and value.entire:
+            return value.clone()
         if site is not None and site.lane is not None:
             start, stop = site.lane.layout.kept(site.piece, site.lane.comm.rank)
             if (value.start, value.stop) == (start, stop):
