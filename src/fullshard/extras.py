@@ -6,6 +6,7 @@ import json
 import shlex
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,12 @@ def need(library: str, extra: str) -> Any:
             raise  # it is installed, and one of its own dependencies is missing
         what = f"{library.partition('.')[0]} is not installed"
         raise MissingExtra(what, f"Run: {install_command(extra)}") from None
+
+
+def need_installed(library: str, extra: str) -> None:
+    """As `need`, without importing it."""
+    if find_spec(library) is None:
+        raise MissingExtra(f"{library} is not installed", f"Run: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:

@@ -63,6 +63,8 @@ training:                    # sizes of batches are of all ranks together
 # logging:
 #   every: 1                 # steps; as often a run looks whether it is to stop
 #   tensorboard: true
+#   wandb: null              # true, or {project: fullshard, entity: null, name: gpt, mode: offline}
+#   mlflow: null             # true, or {tracking_uri: http://host:5000, experiment: fullshard, name: gpt}
 
 # sample:                    # what the trained model writes into the report
 #   prompt: "\\n"

@@ -7,6 +7,7 @@ summary.json     how the run stands: plan, memory at rest, sample, link speeds i
 report.html      all of it, to look at
 checkpoints/     step-000500, ...: fs.load and, for Hugging Face models, from_pretrained read them
 model/           the trained model, when all steps are done
+trackers.json    under which ids Weights & Biases and MLflow know the run
 tensorboard/     for `tensorboard --logdir`
 tokens/          the texts as tokens, unless data.cache names another place
 """

@@ -17,6 +17,7 @@ from fullshard.training.settings import Settings, fixed_values, uses_bytes
 from fullshard.training.texts import Fields, find_files
 from fullshard.training.tokenizers import Bytes, HuggingFace, Tokenizer
 from fullshard.training.tokens import Row, Sequences, read, row_of, split
+from fullshard.training.trackers import need_trackers
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def prepare(settings: Settings, rows: Mapping[str, str | None] | None = None) ->
     folder.refuse_strangers()
     if settings.logging.tensorboard:
         need_tensorboard()
+    need_trackers(settings)
     fingerprint = models.fingerprint(settings)  # first: a missing config is reported before other problems
     tokenizer = make_tokenizer(settings)
     if rows is None:

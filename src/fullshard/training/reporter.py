@@ -38,7 +38,7 @@ class Reporter(Watcher):
         self._job, self._folder = job, job.folder
         settings = job.settings
         self.display = Display(settings.training.steps, quiet)
-        self._logs = Logs(job.folder, settings.logging.tensorboard, run.done)
+        self._logs = Logs(settings, job.folder, run.done, self._note)
         self._begun_s = time.time()
         self._summary = _describe(job, run)
         earlier = job.folder.read("summary.json") or {}
@@ -85,7 +85,7 @@ class Reporter(Watcher):
     def close(self, ending: Ending, resume: str) -> None:
         """Write the summary and the report, and show the last lines."""
         self.display.stop()
-        self._logs.close()
+        self._logs.close(ending.model_saved)
         if ending.held:
             self._summary |= {"held": ending.held, "peaks": ending.peaks}
         if ending.sample:
@@ -103,6 +103,11 @@ class Reporter(Watcher):
         if resume:
             self.display.show(resume)
         self.display.show(f"Report: {report}")
+
+    def _note(self, text: str) -> None:
+        """About how the run is done, for the terminal and the report."""
+        self._summary["notes"] = [*self._summary["notes"], text]
+        self.display.show(text)
 
     def _show_losses(self) -> None:
         lines = [line for line in self._folder.read_metrics() if line["kind"] == "train"]

@@ -130,11 +130,32 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
+class WandB:
+    """A run of Weights & Biases. Without a name it has that of the output folder; `mode` as WANDB_MODE."""
+
+    project: str = "fullshard"
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
+
+
+@dataclass(frozen=True)
+class MLflow:
+    """A run of MLflow. `tracking_uri` as MLFLOW_TRACKING_URI: a server, a database, or a folder."""
+
+    tracking_uri: str | None = None
+    experiment: str = "fullshard"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
 class Logging:
     """What is logged during training."""
 
     every: int = 1
     tensorboard: bool = True
+    wandb: WandB | bool | None = None  # True: all by default
+    mlflow: MLflow | bool | None = None
 
 
 @dataclass(frozen=True)
