@@ -367,6 +367,7 @@ def plan(
     merge_units: int | None = None,
     offload: str | Offload | None = None,
     state: str = "exact",
+    optimizer_step: str = "auto",
     node_ranks: int | None = None,
     plan: Any = None,
 ) -> Plan:
@@ -374,6 +375,7 @@ def plan(
 
     offload: as for fs.shard; 'auto' takes what is free on this machine now. The plan of a sharded model has
         the homes that were chosen.
+    optimizer_step: 'owned' adds how evenly tensors are dealt to their owners.
     node_ranks: ranks of one host, which share its memory and its links to others. None: as launched; with
         `ranks`, all of them.
     plan: as for fs.shard, with what is free on this machine: the plan of the settings that are chosen, whose
@@ -396,6 +398,7 @@ def plan(
         "merge_units": merge_units,
         "offload": offload,
         "state": state,
+        "optimizer_step": optimizer_step,
     }
     choice = None
     plan, named = _with_names(plan, given)

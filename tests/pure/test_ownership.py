@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
+import pytest
+from torch import nn
+
+import fullshard as fs
 from fullshard.plan.ownership import Load, deal, imbalance, in_buckets, is_stack, load_of
 
 
-def _llama(hidden: int, inner: int, keys: int, layers: int) -> list[Load]:
-    matrices = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)]
-    matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    shapes = [shape for _ in range(layers) for shape in (*matrices, (hidden,), (hidden,))]
-    return [load_of(shape, 4) for shape in shapes]
+class _Llama(nn.Module):
+    """The parameters of a Llama: their shapes, no values."""
+
+    def __init__(self, hidden: int, inner: int, keys: int, layers: int, words: int = 128256) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=False, device="meta")
+        self.embed_tokens = nn.Embedding(words, hidden, device="meta")
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "q": linear(hidden, hidden),
+                    "k": linear(hidden, keys),
+                    "v": linear(hidden, keys),
+                    "o": linear(hidden, hidden),
+                    "gate": linear(hidden, inner),
+                    "up": linear(hidden, inner),
+                    "down": linear(inner, hidden),
+                    "norms": nn.ModuleList(nn.RMSNorm(hidden, device="meta") for _ in range(2)),
+                }
+            )
+            for _ in range(layers)
+        )
+        self.lm_head = linear(hidden, words)
+
+
+def _llama(*sizes: int) -> list[Load]:
+    return [load_of(p.shape, 4) for p in _Llama(*sizes).layers.parameters()]
 
 
 LLAMAS = {"8B": (4096, 14336, 1024, 32), "70B": (8192, 28672, 1024, 80)}
@@ -24,6 +50,24 @@ def test_owners_of_a_llamas_matrices_are_balanced_in_work_and_in_memory(name: st
     work, memory = imbalance(loads, deal(loads, ranks), ranks)
     assert work <= 1.1
     assert memory <= 1.1
+
+
+def test_a_plan_shows_the_balance_of_owners_what_is_too_large_and_who_is_idle() -> None:
+    model = _Llama(*LLAMAS["8B"])
+    trained = fs.plan(model, ranks=8, optimizer_step="owned")
+    assert trained.owners is not None
+    assert "owned steps: 290 tensors on 8 owners; the busiest rank has" in str(trained)
+    assert "owned steps" not in str(fs.plan(model, ranks=8))
+    model.embed_tokens.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    for ranks in (8, 64):
+        owners = fs.plan(model, ranks=ranks, optimizer_step="owned").owners
+        assert owners is not None
+        assert max(owners.work, owners.memory) <= 1.1
+        assert not owners.idle
+    many = str(fs.plan(model, ranks=512, optimizer_step="owned"))
+    assert "288 tensors on 288 owners" in many
+    assert "'layers.0.gate.weight' alone is 4.31; 224 ranks own nothing" in many
 
 
 def test_more_ranks_than_tensors_leave_ranks_without_one() -> None:

@@ -106,3 +106,39 @@ def imbalance(loads: Sequence[Load], owners: Sequence[int], ranks: int) -> tuple
         costs[owner] += load.cost
         sizes[owner] += load.size_bytes
     return max(costs) * ranks / max(1, sum(costs)), max(sizes) * ranks / max(1, sum(sizes))
+
+
+@dataclass(frozen=True)
+class Owners:
+    """How evenly tensors are dealt to ranks: what the busiest rank has, relative to the mean."""
+
+    tensors: int
+    ranks: int
+    idle: int  # ranks that own nothing: a tensor is never cut
+    work: float
+    memory: float
+    largest: tuple[str, float]  # a tensor, and its share of what a rank has on average
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.tensors} tensors on {self.ranks - self.idle} owners; the busiest rank has "
+            f"{self.work:.2f} of the mean work and {self.memory:.2f} of the mean memory"
+        )
+        name, share = self.largest
+        if share > 1.1:
+            text += f", of which {name!r} alone is {share:.2f}"
+        return text + (f"; {self.idle} ranks own nothing" if self.idle else "")
+
+
+def owners_of(tensors: Sequence[tuple[str, Sequence[int], int]], ranks: int) -> Owners | None:
+    """For tensors by name, shape and bytes per element; None for none of them."""
+    loads = [load_of(shape, item_bytes) for _, shape, item_bytes in tensors]
+    if not loads:
+        return None
+    owners = deal(loads, ranks)
+    cost = max(1, sum(load.cost for load in loads))
+    size_bytes = max(1, sum(load.size_bytes for load in loads))
+    shares = [ranks * max(load.cost / cost, load.size_bytes / size_bytes) for load in loads]
+    at = max(range(len(loads)), key=lambda index: shares[index])
+    work, memory = imbalance(loads, owners, ranks)
+    return Owners(len(loads), ranks, ranks - len(set(owners)), work, memory, (tensors[at][0], shares[at]))

@@ -28,6 +28,7 @@ from fullshard.plan.homes import (
     slab_bytes,
 )
 from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
+from fullshard.plan.ownership import Owners, owners_of
 from fullshard.plan.schedule import Schedule, ScheduledUnit, make_schedule
 from fullshard.plan.units import Member, Unit, find_units, looks_up_only
 from fullshard.precision import BLOCK, PRESETS, LaneDtypes, lane_dtypes, packed_bytes
@@ -146,6 +147,7 @@ class Plan:
     nodes: int = 1  # whose sums of gradients are added up: of these ranks, or with hybrid of their replicas
     why_flat: str = ""  # ranks are on several nodes, but messages do not go over two levels
     choice: Any = None  # with plan=: the record of what was chosen
+    optimizer_step: str = "auto"
 
     def with_offload(self, offload: Offload, free: Free) -> Plan:
         """Where values rest with it. Raises OffloadError if its budget cannot be met."""
@@ -173,6 +175,13 @@ class Plan:
         """Adam's state at rest."""
         lanes = [lane for unit in self.units for lane in unit.lanes]
         return sum(bytes_of(lane, self._replicated).state for lane in lanes)
+
+    @property
+    def owners(self) -> Owners | None:
+        """How evenly owned steps are dealt, if an optimizer has all parameters that train."""
+        lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
+        tensors = [(p.name, p.shape, lane.dtypes.rest.itemsize) for lane in lanes for p in lane.layout.pieces]
+        return None if self._replicated else owners_of(tensors, self.ranks)
 
     @property
     def slab_bytes(self) -> int:
@@ -249,6 +258,7 @@ class Plan:
                 *(self._at_rest() if self.resting is None else self._at_rest_by_home(self.resting)),
                 f"at the peak, full values: {size(self.full_bytes_at_peak)}",
                 f"sent per step: {size(self.wire_bytes_per_step)}{self._across()}",
+                *([f"owned steps: {self.owners}"] if self.optimizer_step == "owned" and self.owners else []),
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
                 *self._node_copies(),
                 *([] if self.choice is None else [self.choice.line]),
@@ -422,7 +432,8 @@ def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[
     if not options.releases_after_forward:
         path = list(dict.fromkeys(path))  # the engine does not see another call of a unit that is still full
     schedule = make_schedule([path], scheduled, options)
-    return Plan(options.strategy, ranks, plans, schedule, None, options.nodes, options.why_flat)
+    made = Plan(options.strategy, ranks, plans, schedule, None, options.nodes, options.why_flat)
+    return replace(made, optimizer_step=options.optimizer_step)
 
 
 class _HasModules(Protocol):
