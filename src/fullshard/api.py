@@ -123,7 +123,8 @@ def shard(
     merge_units: bytes up to which neighbouring small blocks share a unit, and below which a small model is
         one unit; 0 keeps one unit per block; None chooses by device. Units that `units` picks are not merged.
     reduce: 'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32,
-        summed on the way by the backend; 'auto' takes the one that sends less between nodes.
+        summed on the way by the backend; 'auto' takes the one that sends less between nodes; 'fixed' sums the
+        micro-batches of fs.Batches in one order: the same bits on any number of ranks.
     optimizer_step: 'element-wise' steps on shards; 'owned' on entire tensors, each on one rank; 'gathered' on
         all of them on every rank; 'auto' finds out whether an optimizer is element-wise or looks at tensors
         one by one.
@@ -153,6 +154,11 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
     try:
         grid, tp_ranks = _ranks(model, mesh, given.get("strategy", TABLE["strategy"].default))
         request = _examine(model, parse(integration=integration, **given), grid)
+        if tp_ranks is not None and request.options.reduce == "fixed":
+            raise OptionError(
+                "reduce='fixed' for a tensor-parallel model, whose sums inside a layer depend on the ranks",
+                "Leave out reduce=.",
+            )
     except FullshardError as error:
         problem = error
     except Exception as error:  # noqa: BLE001  a user's function, here or in the model: all ranks must know
@@ -322,6 +328,8 @@ def _examine(model: nn.Module, options: Options, grid: torch.Tensor) -> _Request
 
 def _arranged(grid: torch.Tensor, options: Options) -> topology.Arrangement:
     """On which nodes the ranks are: an agreement."""
+    if options.reduce == "fixed" and options.strategy != "hybrid":
+        return topology.Arrangement(grid.reshape(1, -1), why_flat="reduce='fixed' sums nothing inside a node")
     places = topology.places_without_peers(sorted(grid.flatten().tolist()))
     if places is None:
         here = topology.own_place()

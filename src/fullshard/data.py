@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from fullshard.comm.control import all_gather_values
 from fullshard.comm.groups import own_rank, rank_count
 from fullshard.elastic import reports
 from fullshard.errors import CheckpointError, OptionError, StateError
 from fullshard.keywords import checked_keywords
+from fullshard.shares import Loop, Share, equal_parts
 
 T = TypeVar("T")
 Places = np.ndarray[Any, np.dtype[np.uint64]]
@@ -29,8 +32,12 @@ _OTHER_NAMES = {
         "Write batch_size=..., of all ranks together.",
     ),
     **dict.fromkeys(
-        ("micro_batch_size", "per_device_batch_size", "per_device_train_batch_size", "batch_size_per_rank"),
-        "batch_size is that of all ranks together.",
+        ("per_device_batch_size", "per_device_train_batch_size", "batch_size_per_rank"),
+        "batch_size is that of all ranks together; micro_batch_size is what a rank computes at once.",
+    ),
+    **dict.fromkeys(
+        ("accumulation_steps", "gradient_accumulation_steps", "num_micro_batches", "micro_batches"),
+        "Write micro_batch_size=N, which does not depend on the number of ranks.",
     ),
     **dict.fromkeys(("dataset", "data", "length", "num_examples", "n"), "Write num_samples=len(dataset)."),
     **dict.fromkeys(("num_replicas", "world_size", "num_ranks"), "Write ranks=N, or leave it out."),
@@ -52,7 +59,10 @@ class Batches:
             ...
             fs.save(f"{root}/step-{step}", model, optimizer, extra={"batches": batches.state()})
 
-    batch_size: of the global batch, over all ranks; must be a multiple of the number of ranks.
+    batch_size: of the global batch, over all ranks. Ranks share it as equally as they can (64 on three ranks:
+        22, 21 and 21), and a batch has at least one sample per rank.
+    micro_batch_size: cut every global batch into micro-batches of so many samples (the last one has the
+        rest), which do not depend on the number of ranks; see below.
     shuffle: every epoch has its own order. False takes the samples in order.
     drop_last: drop the samples of an epoch that do not fill a batch. False completes that batch with samples
         of the next epoch, so that every sample comes once per epoch and all batches are full; the last batch
@@ -60,9 +70,25 @@ class Batches:
     epochs: the number of epochs; None is endless. len() is the number of steps of all epochs.
     rank, ranks: by default those of torch.distributed, or torchrun.
 
+    While a loop over these batches runs, a backward of a sharded model weights the gradients of each rank by
+    its share of the samples: a loss that is the mean over the samples of its batch gives the gradient of the
+    mean over the global batch, on any number of ranks. What cannot be weighted is an error.
+
+    With micro_batch_size, `steps` gives the micro-batches of this rank, and their losses are not divided:
+
+        for step, micro_batches in batches.steps(loader):
+            for batch in micro_batches:
+                model(batch).loss.backward()
+            optimizer.step()
+
+    Rank r of R computes micro-batch r, r + R, and so on. Every rank gets equally many: one that has no more
+    gets an earlier one again, whose gradients do not count; `micro_batches.weights` are the weights of this
+    rank's in the mean over the global batch, of which those are 0.
+
     The order is a keyed permutation that is computed for each position independently: no list of samples is
-    built, whatever their number, and the order does not depend on the version of torch or numpy. A step is
-    one batch of the loader: if it yields micro-batches, save after the last one of an optimizer step.
+    built, whatever their number, and the order does not depend on the version of torch or numpy. Without
+    micro_batch_size a step is one batch of the loader: if you accumulate over several of them, save after the
+    last one of an optimizer step.
 
     Worker processes fetch ahead, so only the loop knows which batches were used. `steps` counts them. A
     torchdata StatefulDataLoader counts them itself: save and load its own state instead, with or without
@@ -80,6 +106,7 @@ class Batches:
         num_samples: int,
         batch_size: int,
         *,
+        micro_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -89,6 +116,7 @@ class Batches:
     ) -> None:
         self._num_samples = _integer(num_samples, "num_samples", 1)
         self._batch_size = _integer(batch_size, "batch_size", 1)
+        self._micro_size = _micro_size(micro_batch_size, self._batch_size)
         self._seed, self._shuffle, self._drop_last = _integer(seed, "seed"), bool(shuffle), bool(drop_last)
         self._given_place = _given_place(rank, ranks)
         if drop_last and batch_size > num_samples:
@@ -97,11 +125,12 @@ class Batches:
                 "Give a smaller batch_size, or drop_last=False to continue into the next epoch.",
             )
         self._num_steps = None if epochs is None else self._steps_of(_integer(epochs, "epochs", 1))
-        self._share()  # raises now if the batch size does not fit the ranks
+        self._parts()  # raises now if the batch size does not fit the ranks
         self._start = self._used = self._handed_out = 0
         self._counting = False  # whether `steps` counts what the loop has used
         self._pass = 0  # increased by every resume
-        self._holder: _Position | None = None  # the iterator that has handed out batches in this pass
+        self._holder: object | None = None  # the key of the iterator that has handed out batches in this pass
+        self._loop: Loop | None = None  # of `steps`, while it runs
 
     def __len__(self) -> int:
         """The steps of all epochs, the same before and after a resume."""
@@ -114,31 +143,51 @@ class Batches:
         return _Position(self)
 
     def indices(self, step: int) -> list[int]:
-        """The global batch of a step. Rank r of R gets the r-th of its R equal parts."""
+        """The global batch of a step. Rank r of R gets the r-th of its R parts, the first of which have one
+        sample more if need be; with micro-batches, every R-th of these from the r-th on."""
         return self._samples(_integer(step, "step", 0), 0, self._batch_size)
 
-    def steps(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """(step, batch) for each batch of the loader, from where the last resume or loop stopped.
+    def steps(
+        self, loader: Iterable[T], count: Callable[[T], Any] | None = None
+    ) -> Generator[tuple[int, Any], None, None]:
+        """(step, batch) for each batch of the loader, from where the last resume or loop stopped; with
+        micro_batch_size, (step, micro-batches).
+
+        count: a function of a batch: what its loss is a mean over, if that is not its samples, such as the
+            tokens that are predicted. Gradients are weighted by it, and ranks exchange these numbers.
 
         A batch counts as used once the loop has it: call `state()` after its step. Starting the loader draws
         a seed from torch's generator, whose state is restored afterwards.
         """
         if self._counting:
             self.resume(self._used)
+        self._counting = True
         random_numbers = torch.get_rng_state()
         iterator = iter(loader)  # a stateful loader sets our position here
         torch.set_rng_state(random_numbers)
         self._counting, here, report = True, self._pass, reports.own()
-        for batch in iterator:
-            if here != self._pass or self._handed_out <= self._used:
-                raise StateError(
-                    f"the loader gave a batch for step {self._used} that does not come from these fs.Batches",
-                    "Give the loader batch_sampler=batches, and call batches.resume before batches.steps.",
-                )
-            self._used += 1
-            if report is not None:
-                report.begins(self._used - 1)
-            yield self._used - 1, batch
+        self._loop = loop = Loop(self._label)
+        try:
+            while got := list(islice(iterator, self._held())):
+                if here != self._pass or self._handed_out <= self._used or len(got) < self._held():
+                    raise StateError(
+                        f"the loader gave a batch for step {self._used} that does not come from these "
+                        "fs.Batches",
+                        "Give the loader batch_sampler=batches, and call batches.resume before "
+                        "batches.steps.",
+                    )
+                self._used += 1
+                if report is not None:
+                    report.begins(self._used - 1)
+                shares = self._shares(None if count is None else [float(count(batch)) for batch in got])
+                loop.expect(shares)
+                if self._micro_size is not None:
+                    yield self._used - 1, MicroBatches(got, shares, loop)
+                else:
+                    loop.at(shares[0])
+                    yield self._used - 1, got[0]
+        finally:
+            loop.close()
 
     def state(self) -> dict[str, Any]:
         """The position after the batch that the loop over `steps` has now, for `extra` of fs.save."""
@@ -155,6 +204,8 @@ class Batches:
         step = self._checked(state) if isinstance(state, Mapping) else state
         self._start = self._used = self._handed_out = _integer(step, "step", 0)
         self._counting, self._pass, self._holder = False, self._pass + 1, None
+        if self._loop is not None:
+            self._loop.close()
         return self._start
 
     def _described(self, step: int) -> dict[str, Any]:
@@ -186,38 +237,111 @@ class Batches:
         return state["step"]
 
     def _give(self, position: _Position) -> list[int]:
-        """This rank's share of a batch. Only one iterator per pass, so that no sample comes twice."""
+        """This rank's next samples. Only one iterator per pass, so that no sample comes twice."""
         if position.of_pass != self._pass:
             raise StateError("this iterator was made before the batches were resumed", "Make a new one.")
-        if self._holder not in (None, position):
+        if self._holder not in (None, position.key):
             raise StateError(
                 f"these batches were handed out already, from step {self._start} on",
                 "Loop over batches.steps(loader), which continues where it stopped; for another pass call "
                 "batches.resume(0) first.",
             )
         if self._num_steps is not None and position.step >= self._num_steps:
+            if position.loop is not None:
+                position.loop.over = True
             raise StopIteration
-        share = self._share()
-        if position.share not in (None, share):
+        parts = self._parts()
+        if position.parts not in (None, parts):
             raise StateError(
-                f"batches were handed out for the share {position.share}, and now it is {share}",
+                f"batches were handed out for the share {position.parts}, and now it is {parts}",
                 "Start the process group before the loader, or give rank and ranks.",
             )
-        indices = self._samples(position.step, *share)
-        position.share, self._holder = share, position
+        if position.loop is None and not self._counting:
+            position.loop = self._unsupervised()
+        indices = self._samples(position.step, *parts[position.part])
+        position.parts, self._holder = parts, position.key
         self._handed_out = position.step + 1
         return indices
 
-    def _share(self) -> tuple[int, int]:
-        """The range of this rank's samples in a global batch."""
-        rank, ranks = self._given_place or _place()
-        if self._batch_size % ranks:
-            raise OptionError(
-                f"batch_size is {self._batch_size}, which {ranks} ranks cannot share equally",
-                "Give a multiple of the ranks: gradients are averaged over them with equal weight.",
+    def _unsupervised(self) -> Loop:
+        """A loader that is iterated without `steps`: it has the same share of every batch."""
+        if self._micro_size is not None:
+            raise StateError(
+                "a loader fetches ahead, so the weights of micro-batches are known to batches.steps alone",
+                "Loop over batches.steps(loader).",
             )
-        size = self._batch_size // ranks
-        return rank * size, (rank + 1) * size
+        loop, shares = Loop(self._label), self._shares(None)
+        loop.expect(shares)
+        loop.at(shares[0])
+        return loop
+
+    @property
+    def _label(self) -> str:
+        return f"fs.Batches of {self._batch_size} samples"
+
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of a global batch that this rank reads: its share, or its micro-batches."""
+        rank, ranks = self._place()
+        if self._micro_size is not None:
+            numbers = range(self._micro_batches)[rank::ranks] or [rank % self._micro_batches]
+            return tuple(self._micro_batch(number) for number in numbers)
+        if ranks > self._batch_size:
+            raise OptionError(
+                f"batch_size is {self._batch_size}, less than one sample for each of {ranks} ranks",
+                "Give a larger batch_size, or fewer ranks; or micro_batch_size=..., with which ranks that "
+                "have no micro-batch join with the weight 0.",
+            )
+        return (equal_parts(self._batch_size, ranks, rank),)
+
+    @property
+    def _micro_batches(self) -> int:
+        """How many a global batch has."""
+        return 0 if self._micro_size is None else -(-self._batch_size // self._micro_size)
+
+    def _micro_batch(self, number: int) -> tuple[int, int]:
+        assert self._micro_size is not None
+        return number * self._micro_size, min((number + 1) * self._micro_size, self._batch_size)
+
+    def _held(self) -> int:
+        """How many batches of the loader this rank has per step."""
+        return len(self._parts())
+
+    def _shares(self, counts: list[float] | None) -> list[Share]:
+        """Of one step: what the ranks compute at the same time, the first of each rank first."""
+        rank, ranks = self._place()
+        if self._micro_size is None:
+            parts = [equal_parts(self._batch_size, ranks, of_rank) for of_rank in range(ranks)]
+        else:
+            parts = list(map(self._micro_batch, range(self._micro_batches)))
+        sizes: list[float] = [stop - start for start, stop in parts]
+        if counts is not None:
+            sizes = self._gathered(counts, rank, ranks, len(sizes))
+        total = math.fsum(sizes)
+        if self._micro_size is None:
+            return [Share(tuple(sizes), total, rank)]
+        weights = tuple(size / total if total else 0.0 for size in sizes)
+        padded = [*sizes, *[0] * (-len(sizes) % ranks)]
+        return [
+            Share(tuple(padded[first : first + ranks]), total, rank, first, len(sizes), weights)
+            for first in range(0, len(sizes), ranks)
+        ]
+
+    def _gathered(self, counts: list[float], rank: int, ranks: int, size: int) -> list[float]:
+        """The counts of all ranks, by number of micro-batch, or by rank."""
+        if not all(math.isfinite(count) and count >= 0 for count in counts):
+            raise OptionError(
+                f"count gave {counts} for the batches of step {self._used - 1}", "Return a number from 0 on."
+            )
+        by_rank = dict(all_gather_values((rank, counts))) if ranks > 1 else {rank: counts}
+        if sorted(by_rank) != list(range(ranks)):
+            raise StateError(
+                f"fs.Batches is shared by {ranks} ranks, of which {sorted(by_rank)} counted",
+                "Give fs.Batches the rank and ranks of this run.",
+            )
+        return [by_rank[number % ranks][number // ranks] for number in range(size)]
+
+    def _place(self) -> tuple[int, int]:
+        return self._given_place or _place()
 
     def _steps_of(self, epochs: int) -> int:
         if self._drop_last:
@@ -249,26 +373,64 @@ class Batches:
         return order
 
 
+class MicroBatches(Generic[T]):
+    """The micro-batches that this rank computes in one step. May be iterated again."""
+
+    def __init__(self, batches: list[T], shares: Sequence[Share], loop: Loop) -> None:
+        self._batches, self._shares, self._loop = batches, shares, loop
+
+    def __len__(self) -> int:
+        """The same on every rank."""
+        return len(self._shares)
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            for number, share in enumerate(self._shares):
+                self._loop.at(share)
+                yield self._batches[min(number, len(self._batches) - 1)]
+        finally:
+            self._loop.at(None)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of each in the global batch, on any number of ranks: a seed for what is drawn at random."""
+        return [share.first + share.rank for share in self._shares]
+
+    @property
+    def weights(self) -> list[float]:
+        """Of each in the mean over the global batch; 0 for one that was computed already, or elsewhere."""
+        return [share.weight / share.ranks for share in self._shares]
+
+
 class _Position:
     """A position in the batches. torchdata's StatefulDataLoader keeps its state with each batch."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self.step, self.of_pass = batches._start, batches._pass
-        self.share: tuple[int, int] | None = None
+        self.step, self.part, self.of_pass = batches._start, 0, batches._pass
+        self.parts: tuple[tuple[int, int], ...] | None = None
+        self.loop: Loop | None = None  # of a loader that is iterated without `steps`
+        self.key = object()
 
     def __iter__(self) -> _Position:
         return self
 
     def __next__(self) -> list[int]:
         indices = self._batches._give(self)
-        self.step += 1
+        assert self.parts is not None
+        self.part = (self.part + 1) % len(self.parts)
+        self.step += not self.part
         return indices
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches._described(self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._batches._micro_size is not None:
+            raise StateError(
+                "a loader's own state counts micro-batches, of which ranks have different numbers",
+                "Save and resume batches.state().",
+            )
         self.step, self.of_pass = self._batches.resume(state), self._batches._pass
 
 
@@ -304,6 +466,14 @@ def _mixed(values: Places) -> Places:
 
 def _place() -> tuple[int, int]:
     return own_rank(), rank_count()
+
+
+def _micro_size(size: int | None, batch_size: int) -> int | None:
+    if size is not None and _integer(size, "micro_batch_size", 1) > batch_size:
+        raise OptionError(
+            f"micro_batch_size is {size}, and batch_size {batch_size}", "Give at most the batch_size."
+        )
+    return None if size is None else operator.index(size)
 
 
 def _given_place(rank: int | None, ranks: int | None) -> tuple[int, int] | None:

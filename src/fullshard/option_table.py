@@ -25,7 +25,7 @@ Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid"]
 CheckpointActivations = bool | Literal["offload"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 INITIAL = ("broadcast", "verify")
-REDUCE = ("auto", "exchange", "scatter")
+REDUCE = ("auto", "exchange", "scatter", "fixed")
 OPTIMIZER_STEPS = ("auto", "element-wise", "owned", "gathered")
 STATE = ("exact", "8bit")
 
@@ -437,8 +437,13 @@ TABLE: dict[str, Option] = {
             "reduce",
             "auto",
             "'exchange' sends gradients all-to-all and their owners sum them in fp32; 'scatter' sends fp32, "
-            "summed on the way by the backend; 'auto' takes the one that sends less between nodes.",
+            "summed on the way by the backend; 'auto' takes the one that sends less between nodes; 'fixed' "
+            "sums the micro-batches of fs.Batches in one order: the same bits on any number of ranks.",
             choices=REDUCE,
+            other_values=dict.fromkeys(
+                ("deterministic", "reproducible", "bitwise", "tree", "fixed_tree", "fixed_order", "exact"),
+                "fixed",
+            ),
             other_names=_all(
                 "reduce='scatter' is a reduce-scatter by the backend; 'exchange' sums in fp32.",
                 *("reduce_scatter", "use_multi_rank_bucket_allreduce"),

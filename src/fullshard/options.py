@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.errors import OptionError
 from fullshard.keywords import unknown
 from fullshard.offload import Offload
 from fullshard.option_table import OTHER_NAMES, TABLE, CheckpointActivations
@@ -118,4 +119,18 @@ def parse(*, on_gpu: bool = False, integration: Integration | None = None, **giv
         if name not in TABLE:
             raise unknown("fs.shard", name, TABLE, OTHER_NAMES)
     values = {name: option.parsed(given.get(name, option.default)) for name, option in TABLE.items()}
-    return Options(**values, on_gpu=on_gpu, integration=integration or NO_INTEGRATION)
+    options = Options(**values, on_gpu=on_gpu, integration=integration or NO_INTEGRATION)
+    if options.reduce == "fixed":
+        _require_fixed_order(options)
+    return options
+
+
+def _require_fixed_order(options: Options) -> None:
+    """8-bit blocks that are sent are cut as shards are: what they round depends on the number of ranks."""
+    for name in ("wire", "across", "gather"):
+        if getattr(options.precision, name) == torch.int8:
+            raise OptionError(
+                "reduce='fixed' gives the same bits on any number of ranks, but shards cut the 8-bit blocks "
+                f"of precision=fs.Precision({name}=torch.int8)",
+                "Leave out one of them.",
+            )

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.data import Batches
-from fullshard.errors import CheckpointError, OptionError
+from fullshard.errors import CheckpointError, OptionError, StateError
 
 
 def batches_of(size: int = 23, batch_size: int = 4, **options: Any) -> Batches:
@@ -147,9 +147,48 @@ def test_a_huge_dataset_takes_no_memory_for_its_order() -> None:
     assert peak < 2**20, f"{peak} bytes"
 
 
-def test_a_batch_that_ranks_cannot_share_equally_is_refused() -> None:
-    with pytest.raises(OptionError, match="batch_size is 10, which 4 ranks cannot share"):
-        Batches(100, 10, rank=0, ranks=4)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_uneven_shares_are_together_the_global_batch(drop_last: bool, shuffle: bool) -> None:
+    options: Any = {"drop_last": drop_last, "shuffle": shuffle, "epochs": 2}
+    whole = Batches(150, 64, **options)
+    shares = [list(Batches(150, 64, rank=rank, ranks=3, **options)) for rank in range(3)]
+    assert [len(of_rank[0]) for of_rank in shares] == [22, 21, 21]
+    assert len(whole) == len(shares[0])
+    for step, of_ranks in enumerate(zip(*shares, strict=True)):
+        assert list(itertools.chain(*of_ranks)) == whole.indices(step)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batch_size=st.integers(1, 40), micro=st.integers(1, 40), count=st.integers(1, 9))
+def test_micro_batches_do_not_depend_on_the_number_of_ranks(batch_size: int, micro: int, count: int) -> None:
+    micro = min(micro, batch_size)
+    whole = Batches(50, batch_size, seed=1, epochs=2)
+    computed: dict[int, list[list[int]]] = {}
+    for rank in range(count):
+        batches = Batches(50, batch_size, seed=1, epochs=2, micro_batch_size=micro, rank=rank, ranks=count)
+        assert len(batches) == len(whole)
+        for step, given_batches in batches.steps(batches):
+            assert len(given_batches) == math.ceil(math.ceil(batch_size / micro) / count)
+            weighted = list(zip(given_batches, given_batches.weights, strict=True))
+            computed.setdefault(step, [[]] * -(-batch_size // micro))
+            for place, (samples, weight) in enumerate(weighted):
+                assert weight in (0, pytest.approx(len(samples) / batch_size))
+                if weight:
+                    computed[step][place * count + rank] = samples
+    for step in range(len(whole)):
+        assert list(itertools.chain(*computed[step])) == whole.indices(step)
+        assert all(len(samples) == micro for samples in computed[step][:-1])
+
+
+def test_a_batch_of_fewer_samples_than_ranks_is_refused() -> None:
+    with pytest.raises(OptionError, match="batch_size is 3, less than one sample for each of 4 ranks"):
+        Batches(100, 3, rank=0, ranks=4)
+
+
+def test_micro_batches_need_a_loop_that_knows_their_weights() -> None:
+    with pytest.raises(StateError, match=r"batches\.steps alone"):
+        next(iter(Batches(100, 8, micro_batch_size=2)))
 
 
 def test_a_state_that_is_none_of_ours_is_refused() -> None:
@@ -181,6 +220,8 @@ def test_length_is_the_same_after_a_resume() -> None:
         ({"rank": 1}, "rank is 1 and ranks is None"),
         ({"rank": 2, "ranks": 2}, "rank is 2 and ranks is 2"),
         ({"size": 3, "drop_last": True}, "a batch of 4 is never full with 3 samples"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"micro_batch_size": 5}, "micro_batch_size is 5, and batch_size 4"),
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, Any], says: str) -> None:

@@ -72,7 +72,7 @@ def test_help_on_the_command_line_comes_from_the_table() -> None:
     pytest.importorskip("typer")
     from fullshard.tools.cli.values import choice, switch
 
-    assert choice("reduce", "").metavar == "auto|exchange|scatter"
+    assert choice("reduce", "").metavar == "auto|exchange|scatter|fixed"
     assert choice("reduce", "").help.lower() == TABLE["reduce"].help.lower()
     assert switch("checkpoint_activations", "").default == "--checkpoint-activations"  # typer's first name
 

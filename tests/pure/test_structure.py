@@ -20,6 +20,7 @@ PACKAGE = ROOT / "src" / "fullshard"
 BASE = {
     "byte_sizes",
     "host_memory",
+    "shares",
     "crc",
     "errors",
     "version",

@@ -93,14 +93,54 @@ def test_a_loader_that_began_before_the_process_group_is_refused() -> None:
         assert "Start the process group before the loader" in message
 
 
-def _uneven() -> None:
-    Batches(100, 9)
+def _uneven(size: int) -> list[list[int]]:
+    return list(Batches(20, size, epochs=1))
 
 
-def test_ranks_of_a_run_that_cannot_share_a_batch_refuse_it_by_name() -> None:
-    for error in ranks.run(_uneven, 2, init=True, expect_error=True).values():
+def test_ranks_share_a_batch_that_is_no_multiple_of_them() -> None:
+    shares = ranks.run(_uneven, 2, 9, init=True)
+    assert [[len(share) for share in of_rank] for of_rank in shares] == [[5, 5, 5], [4, 4, 4]]
+    together = [first + second for first, second in zip(*shares, strict=True)]
+    assert together == [Batches(20, 9).indices(step) for step in range(3)]
+
+
+def test_more_ranks_than_samples_of_a_batch_are_refused_by_name() -> None:
+    for error in ranks.run(_uneven, 2, 1, init=True, expect_error=True).values():
         assert error.type_name == "OptionError"
-        assert "batch_size is 9, which 2 ranks" in error.message
+        assert "batch_size is 1, less than one sample for each of 2 ranks" in error.message
+
+
+@WORKERS
+@LOADERS
+def test_shares_of_any_number_of_ranks_are_each_sample_once_over_resizes(make: Any, workers: int) -> None:
+    """With loaders that have fetched further when the run is interrupted, at any of these places."""
+    expected = [sorted(Batches(23, 7, epochs=3, seed=5).indices(step)) for step in range(10)]
+    for micro in (None, 2):
+        state, found = Batches(23, 7, epochs=3, seed=5).state(), []
+        for count, stop in ((4, 2), (2, 3), (3, 7), (1, 8), (5, 10)):
+            of_ranks = []
+            for rank in range(count):
+                batches = Batches(23, 7, epochs=3, seed=5, micro_batch_size=micro, rank=rank, ranks=count)
+                batches.resume(state)
+                of_ranks.append(_until(batches, loader_of(batches, workers, make), stop))
+            assert all(end == of_ranks[0][1] for _, end in of_ranks)
+            state = of_ranks[0][1]
+            found += [sorted(itertools.chain(*step)) for step in zip(*(s for s, _ in of_ranks), strict=True)]
+        assert found == expected
+
+
+def _until(batches: Batches, loader: Any, stop: int) -> tuple[list[list[int]], Any]:
+    """By step, the samples that count; and the state after the last one."""
+    found = []
+    for step, given in batches.steps(loader):
+        if isinstance(given, torch.Tensor):
+            found.append(given.tolist())
+        else:
+            pairs = zip(given, given.weights, strict=True)
+            found.append([index for batch, weight in pairs if weight for index in batch.tolist()])
+        if step + 1 == stop:
+            break
+    return found, batches.state()
 
 
 # --- going on where a run was interrupted ---------------------------------------------------------------

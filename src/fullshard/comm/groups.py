@@ -150,6 +150,9 @@ class Comm:
         if self.two_level:
             flat = [int(r) for r in grid.T.flatten()]  # by interval, the rank that keeps it
             self.intervals = [flat.index(r) for r in self.members]
+        # Ranks in the order in which their rows arrive, row after row of the grid: which member each is.
+        self.grid_order = [self.members.index(int(r)) for r in grid.flatten()]
+        self.fixed_sums = False  # reduce='fixed': sums do not depend on how elements are cut into shards
         # gloo moves host memory: device tensors are staged through it.
         self.staged = device.type != "cpu" and dist.get_backend() == "gloo"
         self.step = 0

@@ -165,10 +165,11 @@ class _Term:
 
 def _terms(backward: Event) -> list[_Term]:
     scale = backward["scale"] if backward["scaled"] else 1.0
+    weight = backward.get("weight", 1.0)  # by which the loop over fs.Batches has it multiplied
     return [
-        _Term(term["kind"], term["count"], term["factor"] / scale)
+        _Term(term["kind"], term["count"], term["factor"] * weight / scale)
         for term in backward["terms"]
-        if term["factor"] and term["count"]
+        if term["factor"] and term["count"] and weight
     ]
 
 

@@ -327,7 +327,8 @@ class Watched:
         self.runtime.settle_step()
         for call in self.calls:
             self._backward_of(call)
-        if self.runtime.reduction.postponing or self.reference is None:
+        reduction = self.runtime.reduction
+        if reduction.postponing or reduction.postponed or self.reference is None:
             return
         added = self._mean_contributions()
         base, self._base = self._base or {}, None
@@ -352,9 +353,11 @@ class Watched:
             call.went_back = True
             self.reference.backward([r for r, _ in pairs], [g for _, g in pairs])
         call.gradients = [None for _ in call.gradients] if call.gradients else []
+        weight = self.runtime.reduction.weight
         for name, gradient in self.reference.take_gradients().items():
             held = self._contributions.get(name)
             if gradient is not None:
+                gradient = gradient if weight == 1.0 else gradient * weight
                 self._contributions[name] = gradient if held is None else held + gradient
 
     def _mean_contributions(self) -> dict[str, torch.Tensor | None]:

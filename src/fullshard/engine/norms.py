@@ -140,6 +140,8 @@ def _order(value: Any) -> float:
 
 
 def _local_norms(shards: Sequence[GradShard], order: float, dtype: torch.dtype | None) -> list[PartialNorm]:
+    if shards[0].comm.fixed_sums:
+        return _fixed_norms(shards, order, dtype)
     values: dict[int, torch.Tensor] = {}
     near: dict[int, torch.Tensor] = {}
     for i, g in enumerate(shards):
@@ -152,6 +154,51 @@ def _local_norms(shards: Sequence[GradShard], order: float, dtype: torch.dtype |
     if near:
         values |= zip(near, torch._foreach_norm(list(near.values()), order, dtype=dtype), strict=True)
     return [PartialNorm.make(values[i], g.comm, order, g.total) for i, g in enumerate(shards)]
+
+
+def _fixed_norms(shards: Sequence[GradShard], order: float, dtype: torch.dtype | None) -> list[PartialNorm]:
+    """Norms of all ranks, the same bits however elements are cut into shards (reduce='fixed').
+
+    Powers of elements are rounded to multiples of one unit, so coarse that sums of them are exact in fp64, in
+    any order; what that leaves out is summed in the same way, in a finer unit. The unit follows from the
+    largest element and the number of elements of the unsharded gradient.
+    """
+    comm = shards[0].comm
+    largest = comm.max_shards(torch.stack([_largest(shard.part) for shard in shards]))
+    if order == float("inf"):
+        totals = largest
+    elif order == 0:
+        totals = comm.sum_shards(torch.stack([shard.part.count_nonzero().double() for shard in shards]))
+    else:
+        scales = torch.exp2(-torch.frexp(largest).exponent.double())
+        pairs = zip(shards, scales.unbind(), strict=True)
+        sums = torch.stack([_exact_sums(shard, order, scale) for shard, scale in pairs])
+        totals = comm.sum_shards(sums).sum(1).pow_(1.0 / order).div_(scales)
+        totals = torch.where(largest.isfinite(), totals, largest)
+    values = [total.to(dtype or _real(g.dtype)) for g, total in zip(shards, totals.unbind(), strict=True)]
+    partials = [PartialNorm.make(v, comm, order, g.total) for g, v in zip(shards, values, strict=True)]
+    for partial, value in zip(partials, values, strict=True):
+        partial.value = value
+    return partials
+
+
+def _largest(part: torch.Tensor) -> torch.Tensor:
+    return part.abs().max().double() if part.numel() else part.new_zeros((), dtype=torch.float64)
+
+
+def _exact_sums(shard: GradShard, order: float, scale: torch.Tensor) -> torch.Tensor:
+    """Two sums of this rank's elements, exact over all ranks: a coarse one, and of what that leaves out."""
+    bits = 50 - _count_on_all_ranks(shard).bit_length()  # so many multiples of 2^-bits are added exactly
+    values = (shard.part.abs().double() * scale).pow_(order)  # at most 1
+    coarse = (values * 2.0**bits).round_().mul_(2.0**-bits)
+    fine = values.sub_(coarse).mul_(4.0**bits).round_().mul_(4.0**-bits)
+    return torch.stack([coarse.sum(), fine.sum()])
+
+
+def _count_on_all_ranks(shard: GradShard) -> int:
+    if shard.cut is not None:
+        return _count(shard)
+    return int(shard.comm.sum_shards(torch.tensor(float(shard.part.numel()), device=shard.device)))
 
 
 def _norm_of_away(shard: AwayGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:

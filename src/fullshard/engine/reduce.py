@@ -19,6 +19,14 @@ are gathered back. Each leg is issued in the order of the first ones, in a group
 for only where every rank has issued it, or will without waiting for this one (`plan.schedule.host_limit`): no
 circle of waits can close.
 
+Where the loop over `fs.Batches` gives ranks shares of different weights (`shares`), the largest of them is
+part of the divisor, and a rank that has less multiplies what it packs.
+
+With reduce='fixed' nothing is summed on the way. The rows that ranks send, the gradients of one micro-batch
+each, go into one tree of sums per lane (`summation_tree`), which is complete with the last micro-batch of the
+global batch. Until then gradients are postponed, as inside fs.accumulate. With replicas the rows of all of
+them are gathered, in a second leg.
+
 On a GPU nothing here waits for the device: `Operation.wait` makes the compute stream wait. A send buffer is
 freed (its storage resized on the compute stream) after that wait; before it the exchange may still read it.
 Later legs are issued at once: a stream of their own waits for the first one, and sums. All their memory is
@@ -35,6 +43,7 @@ from operator import attrgetter
 
 import torch
 
+from fullshard import shares
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.tags import OpTag
 from fullshard.engine.lane import Lane
@@ -51,11 +60,12 @@ from fullshard.engine.reduce_buffers import (
     take_over_grads,
     unpackable,
 )
+from fullshard.engine.summation_tree import SummationTree
 from fullshard.engine.tensor_parallel import local_gradients
 from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire, Wire
-from fullshard.errors import GradientError, StateError, unit_label
+from fullshard.errors import GradientError, NotSupported, RankMismatch, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.schedule import across_limit, host_limit, in_flight_limit
 from fullshard.precision import BLOCK
@@ -74,6 +84,12 @@ class Reduction:
         self._units = [[LaneReduction(lane, unit) for lane in unit.lanes] for unit in units]
         self._training: list[list[LaneReduction]] = [[] for _ in self._units]  # those that train now
         self._comm, self._options = comm, options
+        self._fixed = comm.fixed_sums = options.reduce == "fixed"
+        self._accumulates = options.accumulates_locally and not self._fixed
+        self._share: shares.Share | None = None  # of this backward, where ranks have different weights
+        self._order_of_rows: tuple[int, int] | None = None  # of the share, when ranks agreed on their order
+        self._rows_in_order: list[int] = []  # with reduce='fixed': the received row of each rank of the share
+        shares.forget_lost()
         self.observer: Observer | None = None
         self._legs: dict[Leg, list[InFlight]] = {leg: [] for leg in Leg}  # in flight, the oldest first
         self._order: list[int] = []  # in which units are sent
@@ -97,6 +113,9 @@ class Reduction:
     # ---- begin
 
     def begin(self, order: Sequence[int]) -> None:
+        self._share = shares.current(self._comm.all_ranks)
+        if self._fixed:
+            self._require_micro_batches()
         self._training = [[r for r in unit if any(r.lane.trainable)] for unit in self._units]
         self._order = [unit for unit in order if self._training[unit]]
         self._at = 0
@@ -107,12 +126,42 @@ class Reduction:
                 self._check_accumulated(reduction)
                 take_over_grads(reduction.lane)
 
+    def _require_micro_batches(self) -> None:
+        share = self._share
+        if share is None or not share.micro_batches:
+            raise StateError(
+                "reduce='fixed' sums micro-batches of the global batch in one order, and this backward is "
+                "over none",
+                "Loop over batches.steps(loader) of fs.Batches(..., micro_batch_size=N).",
+            )
+        place = share.rank, share.ranks
+        if self._order_of_rows == place:
+            return
+        ranks = self._comm.all_gather_int(share.rank)
+        if sorted(ranks) != list(range(share.ranks)):
+            raise RankMismatch(
+                f"fs.Batches has given the shares of ranks {ranks} to ranks {self._comm.members}",
+                "Give each rank of the model its own, from 0 on.",
+            )
+        by_row = [ranks[member] for member in self._comm.grid_order]
+        self._rows_in_order = [by_row.index(rank) for rank in range(share.ranks)]
+        self._order_of_rows = place
+
+    @property
+    def _sends_zeros(self) -> bool:
+        return self.absent or (self._share is not None and not self._share.factor)
+
+    @property
+    def weight(self) -> float:
+        """So much do this rank's gradients of this backward count in a mean over ranks."""
+        return 1.0 if self._share is None else self._share.weight
+
     def prepare(self, unit: int) -> None:
         """A unit's backward begins: large products may write their gradients into the send buffer."""
         for reduction in self._training[unit]:
             lane = reduction.lane
-            waiting = reduction.has_accumulated or (self.postponing and self._options.accumulates_locally)
-            if not lane.places or waiting or self.absent or lane.dtypes.packed != lane.dtypes.compute:
+            waiting = reduction.has_accumulated or (self.postponing and self._accumulates)
+            if not lane.places or waiting or self._sends_zeros or lane.dtypes.packed != lane.dtypes.compute:
                 continue
             if not self._is_in_flight(reduction):
                 self._buffer(reduction).invite()
@@ -163,7 +212,7 @@ class Reduction:
         for reduction in training:
             gradients = list(map(_grad, reduction.lane.compute_parameters))
             deque(map(setattr, reduction.lane.compute_parameters, _GRAD, _NONE), maxlen=0)
-            if self.absent:
+            if self._sends_zeros:
                 gradients = [None] * len(gradients)
             elif reduction.lane.specs:
                 gradients = local_gradients(gradients, reduction.lane.specs)
@@ -182,7 +231,7 @@ class Reduction:
 
     def _pack(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> SendBuffer | None:
         lane = reduction.lane
-        if self.postponing and self._options.accumulates_locally:
+        if self.postponing and self._accumulates:
             self._accumulate(reduction, gradients)
             return None
         while self._is_in_flight(reduction):
@@ -198,6 +247,9 @@ class Reduction:
             return buffer
         buffer = self._opened_buffer(reduction)
         copy_into(buffer, gradients)
+        share = self._share
+        if share is not None and share.factor not in (0.0, 1.0) and not self._fixed:
+            buffer.flat.mul_(share.factor)
         return buffer
 
     def _is_in_flight(self, reduction: LaneReduction) -> bool:
@@ -214,7 +266,7 @@ class Reduction:
         return buffer
 
     def _accumulate(self, reduction: LaneReduction, gradients: Sequence[torch.Tensor | None]) -> SendBuffer:
-        """Add to what waits for the last micro-batch, weighted so that every rank counts alike."""
+        """Add to what waits for the last micro-batch, weighted so that all samples count alike."""
         if reduction.accumulation is None:
             reduction.accumulation = SendBuffer(reduction.lane, reduction.lane.dtypes.sum)
         accumulation = reduction.accumulation
@@ -223,6 +275,7 @@ class Reduction:
             accumulation.flat.zero_()
             reduction.has_accumulated = True
         weight = self._comm.all_ranks / self.active_ranks if self.active_ranks else 1.0
+        weight *= self.weight
         pairs = zip(accumulation.views, gradients, strict=True)
         present = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if present:
@@ -234,6 +287,8 @@ class Reduction:
         ranks = self._comm.all_ranks if from_accumulation else max(1, self.active_ranks)
         own_divisor = reduction.unit.policy.divisor
         divisor: float = ranks if own_divisor is None else own_divisor
+        if self._share is not None and not from_accumulation:
+            divisor /= self._share.scale
         divisor /= self._options.nodes  # the rest is divided by when the sums of nodes are added up
         group, wire, tag = self._comm.shard_group, reduction.wire, self._tag(reduction.lane)
         self._throttle(buffer.size_bytes)
@@ -251,13 +306,15 @@ class Reduction:
             operation = group.exchange(as_bytes(received), sent_bytes, tag)
             held = buffer if wire.in_place else rows  # read until the exchange is over
         flight = InFlight(Leg.INSIDE, reduction, held, received, operation, divisor, wire)
+        if self._fixed:
+            flight.part = reduction.next_part(self._share)
         self._legs[Leg.INSIDE].append(flight)
         if not self._comm.watchdog.host_waits:
             self._issue_following(flight)
 
     @property
     def _feeds_back(self) -> bool:
-        return self._options.precision.error_feedback and not self.absent
+        return self._options.precision.error_feedback and not self._sends_zeros
 
     def _throttle(self, size_bytes: int) -> None:
         """Before another exchange: a few may be in flight, a large one alone.
@@ -314,7 +371,7 @@ class Reduction:
         """Whether another leg follows."""
         if flight.leg is Leg.INSIDE:
             return self._options.nodes > 1
-        return flight.leg is Leg.ACROSS and self._comm.replicas > 1
+        return flight.leg is Leg.ACROSS and self._comm.replicas > 1 and not self._fixed
 
     def _issue_following(self, flight: InFlight) -> None:
         if self._continues(flight):
@@ -323,12 +380,17 @@ class Reduction:
                 self._issue_following(flight.following)
 
     def _next_leg(self, flight: InFlight) -> InFlight | None:
+        if self._fixed:
+            return self._gather_rows(flight)
         return self._cross_nodes(flight) if flight.leg is Leg.INSIDE else self._gather_back(flight)
 
     def _sum_into_shard(self, flight: InFlight) -> None:
         lane = flight.reduction.lane
         gradients = lane.gradients
         assert gradients is not None
+        if self._fixed:
+            self._sum_in_tree(flight)
+            return
         own = gradients.staged()
         if flight.leg is Leg.BACK:
             total = self._gathered_back(flight)[: len(own)]
@@ -341,6 +403,47 @@ class Reduction:
             flight.wire.mean(flight.received, flight.divisor, own)
         gradients.put_back(own)
         gradients.live = True
+
+    def _sum_in_tree(self, flight: InFlight) -> None:
+        """One leaf per micro-batch, in their order, whichever rank computed it."""
+        reduction, share = flight.reduction, self._share
+        lane, gradients = reduction.lane, reduction.lane.gradients
+        assert share is not None
+        assert gradients is not None
+        tree = reduction.trees.setdefault(flight.part, SummationTree())
+        if tree.leaves != share.first:
+            raise StateError(
+                f"{unit_label(lane.unit)}: gradients of micro-batch {share.first} of {share.micro_batches} "
+                f"follow those of {tree.leaves}: one had no backward, or more of them than others",
+                "Call backward equally often for each of batches.steps' micro-batches; p.grad was not set.",
+            )
+        rows = flight.received.view(share.ranks, -1)
+        for row, weight in zip(self._rows_in_order, share.weights[share.first :], strict=False):
+            leaf = torch.empty(rows.shape[1], dtype=lane.dtypes.sum, device=rows.device)
+            tree.add(leaf.copy_(rows[row]).mul_(weight))
+        if tree.leaves < share.micro_batches:
+            return
+        own = gradients.staged()
+        total, own_divisor = tree.total(), reduction.unit.policy.divisor
+        if own_divisor is not None:
+            total.mul_(share.ranks / own_divisor)
+        (own.add_ if gradients.live else own.copy_)(total)
+        gradients.put_back(own)
+        gradients.live = True
+
+    def _gather_rows(self, flight: InFlight) -> InFlight:
+        """With replicas and reduce='fixed': the rows that every replica's ranks have sent for this shard."""
+        comm, reduction = self._comm, flight.reduction
+        group, received = comm.cross_node_group, flight.received
+        assert group is not None
+        rows = torch.empty(group.ranks, received.numel(), dtype=received.dtype, device=received.device)
+        with comm.beside("sums of replicas"):
+            if flight.operation is not None:
+                flight.operation.wait()
+            rows[group.rank].copy_(received.view(-1))
+            operation = group.gather(as_bytes(rows), as_bytes(rows[group.rank]), self._tag(reduction.lane))
+            self._mark_read(flight)
+        return InFlight(Leg.ACROSS, reduction, rows, rows, operation, 1, flight.wire, part=flight.part)
 
     def _cross_nodes(self, flight: InFlight) -> InFlight | None:
         """The node's sum goes between nodes, in the dtype of the wire between them.
@@ -439,7 +542,12 @@ class Reduction:
         """Set `p.grad`, or postpone it to the last micro-batch."""
         self._drain()
         self._take_penalties()
-        if self.postponing and (self._options.accumulates_locally or self._comm.replicas > 1):
+        if self._fixed:
+            assert self._share is not None
+            waits = not self._share.last
+        else:
+            waits = self.postponing and (self._accumulates or self._comm.replicas > 1)
+        if waits:
             self._postpone()
             return
         self.postponed = False
@@ -488,6 +596,7 @@ class Reduction:
 
     def finish_penalties(self) -> None:
         """The backward of a penalty alone is over."""
+        self._share = shares.current(self._comm.all_ranks)
         self._take_penalties()
         waiting = [r for r in self._penalised if r.lane.gradients and r.lane.gradients.holder.postponed]
         for reduction in self._penalised:
@@ -499,7 +608,14 @@ class Reduction:
         """What this backward brought, each times the mean of its factor over ranks: a collective."""
         if not self.penalties:
             return
+        if self._fixed:
+            raise NotSupported(
+                "fs.penalty with reduce='fixed': its gradients are summed over ranks, not over micro-batches",
+                "Leave out reduce='fixed', or add the penalty's gradient to p.grad after the last backward.",
+            )
         factors = torch.stack([factor for factor, _ in self.penalties]).to(torch.float64)
+        if self._share is not None:
+            factors.mul_(self._share.weight)
         by_lane = {id(r.lane): r for unit in self._units for r in unit}
         for factor, (_, terms) in zip(self._comm.mean_everywhere(factors), self.penalties, strict=True):
             for lane, index, gradient in terms:
@@ -569,10 +685,20 @@ class Reduction:
         return [(rank, text) for rank, theirs in gathered for text in theirs]
 
     def require_nothing_postponed(self) -> None:
+        if self.postponed and self._fixed:
+            raise StateError(
+                "optimizer.step() before the last micro-batch of the global batch",
+                "Call backward for each micro-batch of the step first.",
+            )
         if self.postponed:
             raise StateError(
                 "optimizer.step() while gradients are still postponed by fs.accumulate",
                 "Run the last micro-batch's forward and backward outside `with fs.accumulate(model):`.",
+            )
+        if self._fixed and any(r.trees_incomplete for unit in self._units for r in unit):
+            raise StateError(
+                "optimizer.step() while backwards of some micro-batches of the global batch are missing",
+                "Call backward equally often for each of batches.steps' micro-batches.",
             )
 
     def drop(self) -> None:

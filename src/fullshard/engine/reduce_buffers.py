@@ -16,6 +16,7 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.gradients import GradShard, local_shape, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.summation_tree import SummationTree
 from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import Wire, gradient_wire, gradient_wire_across, gradient_wire_back
@@ -110,6 +111,9 @@ class LaneReduction:
     used: list[bool] | None = None
     residuals: dict[Leg, torch.Tensor] = field(default_factory=dict)  # what 8 bits have left out so far
     penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of penalties, by index
+    trees: dict[int, SummationTree] = field(default_factory=dict)  # with reduce='fixed', by part
+    round: object = None  # the share of micro-batches that was last sent
+    parts: int = 0  # how often it was: more than once if a unit's gradients come in several parts
     wire: Wire = field(init=False)
     across: Wire = field(init=False)  # between nodes
     back: Wire = field(init=False)  # from there, with replicas
@@ -126,7 +130,18 @@ class LaneReduction:
             residual = self.residuals[leg] = torch.zeros_like(values, dtype=torch.bfloat16)
         return residual
 
+    def next_part(self, share: object) -> int:
+        if self.round is not share:
+            self.round, self.parts = share, 0
+        self.parts += 1
+        return self.parts - 1
+
+    @property
+    def trees_incomplete(self) -> bool:
+        return any(tree.leaves for tree in self.trees.values())
+
     def drop_accumulated(self) -> None:
+        self.trees.clear()
         self.accumulated_shard = self.used = None
         self.penalties.clear()
         self.has_accumulated = False
@@ -181,6 +196,7 @@ class InFlight:
     read: Mark | None = None  # on a device: what was received has been read, for the next leg
     following: InFlight | None = None  # and this is that leg, if there is one
     held: list[torch.Tensor] = field(default_factory=list)  # until then
+    part: int = 0  # with reduce='fixed', see LaneReduction
 
     def over(self) -> bool:
         if self.read is not None:

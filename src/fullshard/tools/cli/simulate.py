@@ -238,6 +238,11 @@ def _simulate(
     from fullshard.tools.simulation.models import subject
     from fullshard.tools.simulation.run import Scenario
 
+    if reduce == "fixed":
+        raise OptionError(
+            "--reduce fixed needs the micro-batches of fs.Batches, and a simulated step has one batch",
+            "Simulate --reduce exchange, which sends the same bytes per micro-batch.",
+        )
     where = _device(device)
     network = _Cluster(ranks, link, latency, node_ranks, inside, inside_latency, rings).network()
     if not 0 <= rank < ranks:
