@@ -378,6 +378,7 @@ def plan(
     optimizer_step: str = "auto",
     node_ranks: int | None = None,
     plan: Any = None,
+    peers: int = 0,
 ) -> Plan:
     """What sharding would hold and send, per rank. Nothing is changed; the model may be on meta.
 
@@ -388,10 +389,13 @@ def plan(
         `ranks`, all of them.
     plan: as for fs.shard, with what is free on this machine: the plan of the settings that are chosen, whose
         `choice` is their record. `plan.choice.save(FILE)` writes it; fs.shard(model, plan=FILE) uses it.
+    peers: as for fs.save: also the host memory that its copies take.
     """
+    if type(peers) is not int or peers < 0:
+        raise OptionError(f"peers is {peers!r}", "Give the number of other hosts that hold a copy, or 0.")
     runtime = engine_of(model)
     if runtime is not None:
-        return runtime.plan
+        return replace(runtime.plan, peers=peers) if peers else runtime.plan
     for name, count in (("ranks", ranks), ("node_ranks", node_ranks)):
         if count is not None and (not isinstance(count, int) or count < 1):
             raise OptionError(f"{name} is {count!r}", "Give a number of ranks of at least 1.")
@@ -421,7 +425,7 @@ def plan(
         node_ranks = ranks
     ranks = ranks or max(1, groups.rank_count() // tp_size)
     ranks, options = planned_levels(options, ranks, node_ranks or environment.launch().local_ranks, tp_size)
-    made = replace(make_plan(model, ranks, options), choice=choice)
+    made = replace(make_plan(model, ranks, options), choice=choice, peers=peers)
     if options.offload is None:
         return made
     return made.with_offload(options.offload, free_memory(device, node_ranks))

@@ -151,7 +151,7 @@ def clean_up(parent: Path) -> None:
             if find(parent / name) == hidden:
                 with contextlib.suppress(OSError):  # if its name is taken it stays; `find` returns it
                     files.disk.rename(hidden, parent / name)
-            elif kind == "retired" or is_checkpoint(parent / name) or _saved_at(hidden) is None:
+            elif kind == "retired" or is_checkpoint(parent / name) or saved_at(hidden) is None:
                 _remove(hidden)
         finally:
             lock.release()
@@ -207,19 +207,25 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / manifest.NAME).is_file()
 
 
+def resolved(path: str | os.PathLike[str]) -> str:
+    """The absolute path. A link to a checkpoint stays a link: its target is replaced."""
+    absolute = os.path.abspath(path)
+    return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
+
+
 def find(path: Path) -> Path:
     """The folder of the checkpoint with this path, which after a crash may have a hidden name."""
     if is_checkpoint(path) or not path.parent.is_dir():
         return path
     complete = []
     for folder, name, kind in hidden_folders(path.parent):
-        saved_at_ns = _saved_at(folder) if name == path.name else None
+        saved_at_ns = saved_at(folder) if name == path.name else None
         if saved_at_ns is not None:
             complete.append((kind == "saving", saved_at_ns, folder))
     return max(complete)[2] if complete else path
 
 
-def _saved_at(folder: Path) -> int | None:
+def saved_at(folder: Path) -> int | None:
     """When it was saved; None if its manifest is missing or incomplete."""
     try:
         return read_summary(folder).saved_at_ns

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import dcp
-from fullshard.checkpoint.commit import find, is_checkpoint, newest_first
+from fullshard.checkpoint import commit, dcp
+from fullshard.checkpoint.commit import is_checkpoint, newest_first
 from fullshard.checkpoint.files import following_links
 from fullshard.checkpoint.hugging_face import folders
-from fullshard.checkpoint.loading.opening import Checkpoint, open_checkpoint
+from fullshard.checkpoint.loading.opening import Checkpoint, list_tensors, open_checkpoint
 from fullshard.checkpoint.loading.optimizer_state import OptimizerLoad
+from fullshard.checkpoint.loading.peer_copies import CopiedCheckpoint, find, open_copied
 from fullshard.checkpoint.loading.planning import LoadPlan, plan_model
 from fullshard.checkpoint.loading.reading import Foreign
 from fullshard.checkpoint.loading.resume import Resume
@@ -26,6 +27,7 @@ from fullshard.checkpoint.save import check_model, check_same_request
 from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.elastic import reports
+from fullshard.elastic.keeper_places import own_places
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, RankMismatch
 from fullshard.keywords import checked_keywords
@@ -92,12 +94,19 @@ def _load_from(
     runtime.comm.barrier("load")
     control = control_group(runtime.comm)
     opened: list[Checkpoint | Foreign] = []  # on this rank, even if another rank fails to open it
+    places = own_places()
+    found = None if places is None else find(control, Path(path), places)
+    if found is not None:
+        opened.append(open_copied(control, Path(path), found))
 
     def open_source() -> tuple[Checkpoint | Foreign, tuple[dict[str, Any], str]]:
         finish_earlier()
         check_model(runtime, model, optimizer, "load")
-        source = _open(Path(path), optimizer is not None)
-        opened.append(source)
+        if found is None:
+            opened.append(_open(Path(path), optimizer is not None))
+        source = opened[0]
+        if isinstance(source, CopiedCheckpoint):
+            list_tensors(source, optimizer is not None)
         request = {"strict": strict, "optimizer": type(optimizer).__name__, "format": type(source).__name__}
         if isinstance(source, Foreign):
             return source, (request | {"path": os.path.abspath(path)}, source.fingerprint())
@@ -119,7 +128,7 @@ def _load_from(
 
 
 def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:
-    if not is_checkpoint(find(path)):
+    if not is_checkpoint(commit.find(path)):
         for here, opens in ((dcp.is_dcp, dcp.open_dcp), (folders.is_model, folders.open_model)):
             if here(path):
                 return opens(path)
@@ -154,11 +163,23 @@ def _load(
         resume.plan(work)
         if state is not None:
             state.plan(work)
-        source.blocks.verify()
-        resume.read(model)
         return state
 
-    state = control.together(plan, "checking a checkpoint")
+    def check() -> None:
+        source.blocks.verify()
+        resume.read(model)
+
+    def plan_and_check() -> OptimizerLoad | None:
+        state = plan()
+        check()
+        return state
+
+    if isinstance(source, CopiedCheckpoint):  # what is announced has to come from other hosts first
+        state = control.together(plan, "checking a checkpoint")
+        source.blocks.fetch(control)
+        control.together(check, "checking a checkpoint")
+    else:
+        state = control.together(plan_and_check, "checking a checkpoint")
     apply(control, work)
     _apply_optimizer(state, optimizer)
     control.together(lambda: resume.apply(work, optimizer is not None), "loading")
@@ -172,7 +193,8 @@ def _continue_run(control: ControlGroup, source: Checkpoint) -> None:
     if control.is_first:  # the one that removes
         with contextlib.suppress(OSError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about damaged ones, which nobody asked for here
-            resumed(source.folder, source.manifest, newest_first(source.folder.parent))
+            parent = source.folder.parent
+            resumed(source.folder, source.manifest, newest_first(parent) if parent.is_dir() else [])
 
 
 def _load_foreign(

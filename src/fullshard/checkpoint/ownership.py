@@ -18,6 +18,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class _Run:
 
     id: str
     checkpoints: set[str] = field(default_factory=set)  # ids of those that it wrote or took over
+    newest_ns: int = 0  # when its newest checkpoint was saved
 
 
 class _Owner:
@@ -92,6 +94,13 @@ def description(parent: Path) -> dict[str, Any]:
     return {RUN: _owner.run(parent).id, WRITER: f"process {os.getpid()} on {socket.gethostname()}"}
 
 
+def moment_ns(parent: Path) -> int:
+    """When a checkpoint is saved: later than the run's others, even where hosts' clocks differ."""
+    run = _owner.run(parent)
+    run.newest_ns = max(time.time_ns(), run.newest_ns + 1)
+    return run.newest_ns
+
+
 def wrote(target: Path, checkpoint_id: str) -> None:
     _owner.run(target.parent).checkpoints.add(checkpoint_id)
 
@@ -115,7 +124,7 @@ def owns(folder: Path, checkpoint_id: str) -> bool:
 def resumed(folder: Path, loaded: Manifest, siblings: list[tuple[Path, Summary]]) -> None:
     """This process continues the run of a checkpoint. `siblings` are the checkpoints of the same folder."""
     known = loaded.layout.get(RUN)
-    run = _Run(known if isinstance(known, str) else secrets.token_hex(8))
+    run = _Run(known if isinstance(known, str) else secrets.token_hex(8), newest_ns=loaded.saved_at_ns)
     for _, other in siblings:
         # Later ones were passed over, or are another branch's: they are nobody's to remove.
         if other.layout.get(RUN) == known and other.saved_at_ns <= loaded.saved_at_ns:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fullshard.checkpoint import random_state
+from fullshard.checkpoint import commit, random_state
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.saving import contents, extra_values
@@ -22,11 +23,15 @@ from fullshard.checkpoint.saving.background import Saving, finish_earlier
 from fullshard.checkpoint.saving.contents import Contents
 from fullshard.checkpoint.saving.extra_values import ExtraValues
 from fullshard.checkpoint.saving.job import Description, Job
+from fullshard.checkpoint.saving.peer_copies import PeerJob
 from fullshard.checkpoint.saving.writing import FilePlan, plan_files
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.comm.messages import record
 from fullshard.elastic import reports
+from fullshard.elastic.keeper_places import own_places
+from fullshard.elastic.peer_ring import Spot, ring
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
+from fullshard.environment import host_name
 from fullshard.errors import OptionError, RankMismatch, StateError
 from fullshard.keywords import checked_keywords
 
@@ -59,6 +64,9 @@ _OTHER_NAMES = {
         "files='shared' or 'parts': either holds every element of the model.",
     ),
     **dict.fromkeys(("max_shard_size", "file_size"), "`fullshard export --file-size` splits files by size."),
+    **dict.fromkeys(
+        ("replicas", "copies", "in_memory", "memory", "num_peers"), "Write peers=1: copies in peers' memory."
+    ),
     **dict.fromkeys(("only_trainable", "trainable_only", "adapter_only"), "Write frozen=False."),
 }
 
@@ -75,6 +83,7 @@ def save(
     dtype: torch.dtype | None = None,
     files: str = "auto",
     frozen: bool = True,
+    peers: int = 0,
 ) -> Saving:
     """Save a sharded model, and its optimizer, to a folder. Every rank must call it.
 
@@ -93,6 +102,10 @@ def save(
         file systems that cannot share; 'auto' tries. `fullshard export` turns parts into a plain model.
     frozen: False leaves out parameters that do not train, such as an adapter's base model. Load such a
         checkpoint with strict=False.
+    peers: 0 writes to disk. 1 or more keeps the checkpoint in memory instead, in the run's agents, which
+        outlive the ranks: on this rank's host, and on so many other hosts. It takes the place of the one that
+        was there; fs.latest and fs.load find it under its path. For runs of `fullshard launch --elastic`;
+        always in the background. Save to disk as well, now and then.
     """
     model = model_of(model)
     runtime = runtime_of(model)
@@ -100,7 +113,7 @@ def save(
     comm.barrier("save")
     control = control_group(comm)
     options: dict[str, Any] = {"path": path, "keep_last": keep_last, "dtype": dtype, "files": files}
-    options |= {"background": bool(background), "frozen": bool(frozen)}
+    options |= {"background": bool(background), "frozen": bool(frozen), "peers": peers}
     # Agreement between ranks delays the training loop in every save: two rounds, no more.
     encoded, requests = control.share(
         lambda: _check_request(runtime, model, optimizer, extra, options), "checking what to save"
@@ -114,11 +127,13 @@ def save(
     _add_own_values(runtime, saved, values, {name for name in own if own[name] != first.get(name)})
     plans = _agreed_plans(control, saved, [of_rank.tensors for of_rank in digests])
     target = Path(requests[0].options["path"])
-    control = control.beside_training() if background else control
-    job = Job(control, target, saved, values, plans, description, (keep_last, files))
-    if background:
+    control = control.beside_training() if background or peers else control
+    job = (PeerJob if peers else Job)(control, target, saved, values, plans, description, (keep_last, files))
+    if isinstance(job, PeerJob):
+        _arrange_copies(job, control, [request.spot for request in requests], peers)
+    if background or peers:
         job.copy_to_host()
-    saving = Saving(target, job.run, background)
+    saving = Saving(target, job.run, bool(background or peers))
     if any(request.leaves for request in requests):  # on all ranks alike: the run goes on from this save
         _leave_after(saving)
     return saving
@@ -133,6 +148,16 @@ def _leave_after(saving: Saving) -> NoReturn:
     raise reports.LeftForRound(0)
 
 
+def _arrange_copies(job: PeerJob, control: ControlGroup, spots: list[Spot], peers: int) -> None:
+    places = own_places()
+    assert places is not None  # it was checked with the request
+    arranged = ring(spots, peers)
+    if arranged.note and control.is_first and arranged.note not in control.notes:
+        control.notes.add(arranged.note)
+        warnings.warn(arranged.note, stacklevel=4)
+    job.keep_in(places, spots, arranged)
+
+
 @record
 @dataclass(frozen=True)
 class _Request:
@@ -141,6 +166,7 @@ class _Request:
     options: dict[str, Any]
     extra: dict[str, str]  # digests of the user's values
     leaves: bool  # the agent of its host has asked it to leave after a save
+    spot: Spot  # where copies in memory are kept
 
 
 def _check_request(
@@ -162,11 +188,31 @@ def _check_request(
         raise OptionError(f"dtype is {dtype!r}", "Give a floating-point torch dtype, or None.")
     if files not in FILES:
         raise OptionError(f"files is {files!r}", f"Choose one of {', '.join(map(repr, FILES))}.")
+    spot = _spot_for_copies(options) if options["peers"] != 0 else ("", "")
     encoded = extra_values.encode_extra(extra, len(runtime.comm.world.members))
-    options = options | {"path": _resolved(path), "optimizer": type(optimizer).__name__}
+    options = options | {"path": commit.resolved(path), "optimizer": type(optimizer).__name__}
     digests = {name: extra_values.digest(tree) for name, (tree, _) in encoded.items()}
     report = reports.own()
-    return encoded, _Request(options, digests, report is not None and report.asked_to_leave)
+    return encoded, _Request(options, digests, report is not None and report.asked_to_leave, spot)
+
+
+def _spot_for_copies(options: dict[str, Any]) -> Spot:
+    """This rank's host and keeper, for a save into memory; raises if there can be none."""
+    peers = options["peers"]
+    if type(peers) is not int or peers < 0:
+        raise OptionError(f"peers is {peers!r}", "Give the number of other hosts that hold a copy, or 0.")
+    if options["keep_last"] is not None or options["files"] != "auto":
+        raise OptionError(
+            "keep_last and files are about checkpoints on disk, and peers keeps them in memory",
+            "Leave them out: in memory the newest replaces the one before it.",
+        )
+    places = own_places()
+    if places is None:
+        raise StateError(
+            f"fs.save(peers={peers}) in a run without an agent that could keep copies in its memory",
+            "Start it with `fullshard launch --elastic MIN:MAX script.py`, or save to disk, without peers.",
+        )
+    return host_name(), places.word
 
 
 def check_model(runtime: Runtime, model: nn.Module, optimizer: Any, verb: str) -> None:
@@ -179,12 +225,6 @@ def check_model(runtime: Runtime, model: nn.Module, optimizer: Any, verb: str) -
         raise StateError(f"fs.{verb} inside fs.full or a forward", "Call it between steps.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer is a {type(optimizer).__name__}", "Give a torch optimizer, or None.")
-
-
-def _resolved(path: str | os.PathLike[str]) -> str:
-    """The absolute path. A link to a checkpoint stays a link: its target is replaced."""
-    absolute = os.path.abspath(path)
-    return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
 
 
 def check_same_request(requests: list[dict[str, Any]], verb: str) -> None:

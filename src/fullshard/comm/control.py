@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +31,7 @@ class ControlGroup:
         self.ranks, self.index = group.ranks, group.index
         self.is_first = self.index == 0
         self.host_copy: Any = None  # buffer of background saves, reused by the next one
+        self.notes: set[str] = set()  # warnings that were given, of those that are given once
         self._beside: ControlGroup | None = None
 
     def beside_training(self) -> ControlGroup:
@@ -52,6 +53,20 @@ class ControlGroup:
     def broadcast_object(self, value: T) -> T:
         """The first rank's value on every rank."""
         return cast(T, self._group.broadcast_object(value, OpTag("agreement", "agreeing", 0)))
+
+    def connect_pairs(self) -> None:
+        """Before the first `exchange_bytes`. All ranks must call it together."""
+        self._group.connect_pairs()
+
+    def exchange_bytes(
+        self,
+        sizes: Mapping[tuple[int, int], int],
+        outgoing: Callable[[int, int, int], torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
+        what: str,
+    ) -> None:
+        """Bytes from rank to rank: see HostGroup."""
+        self._group.exchange_bytes(sizes, outgoing, incoming, OpTag("values", what, 0))
 
     def together(self, work: Callable[[], T], what: str) -> T:
         """Run `work` on every rank. If it raises on any, all raise the same error, which names the rank."""

@@ -6,9 +6,10 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from fullshard.comm.watchdog import Watchdog
 from fullshard.environment import launch, own_host_name
 
 _CHANNEL = "control"
+_PIECE_BYTES = 16 * 2**20  # of what one rank sends another at a time
 _SECRET = OpTag("agreement", "shard", 0)
 _CREATION_S = 30.0  # at least, however short the limit for a stall is
 # For ranks that have not come to fs.shard yet: they may load or download a model first. torch waits as long.
@@ -77,6 +79,7 @@ class HostGroup:
         self.members, self.ranks = members, len(members)
         self.index = members.index(dist.get_rank())
         self.is_alone = self.ranks == 1 or peers_are_absent()
+        self._mesh: Any = None
         lane: Lane = "script" if training is None else "save"
         if watchdog is None:
             recorder = open_recorder(members, purpose)
@@ -143,6 +146,47 @@ class HostGroup:
         if not self.is_alone:
             self._run(lambda _: self._tree.broadcast(values), tag)
 
+    def connect_pairs(self) -> None:
+        """Before the first `exchange_bytes`. All ranks must call it together."""
+        if not self.is_alone:
+            with self.blocking("peer copies"):
+                self._mesh = _shared_mesh(self.members)
+
+    def exchange_bytes(
+        self,
+        sizes: Mapping[tuple[int, int], int],
+        outgoing: Callable[[int, int, int], torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
+        tag: OpTag,
+    ) -> None:
+        """Bytes from rank to rank, in pieces: `sizes[source, target]`, which every rank knows.
+
+        outgoing: (target, begin, end) to these bytes of what goes there. incoming: where what comes from a
+        source is written.
+        """
+        for begin in range(0, max(sizes.values(), default=0), _PIECE_BYTES):
+            pieces = {pair: min(size - begin, _PIECE_BYTES) for pair, size in sizes.items() if size > begin}
+            self._run(partial(self._piece, begin, pieces, outgoing, incoming), tag)
+
+    def _piece(
+        self,
+        begin: int,
+        sizes: Mapping[tuple[int, int], int],
+        outgoing: Callable[[int, int, int], torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
+        _: int,
+    ) -> Generator[Any, None, None]:
+        leaving = [sizes.get((self.index, target), 0) for target in range(self.ranks)]
+        coming = [sizes.get((source, self.index), 0) for source in range(self.ranks)]
+        sent = [outgoing(target, begin, begin + size) for target, size in enumerate(leaving) if size]
+        places = [incoming[source][begin : begin + size] for source, size in enumerate(coming) if size]
+        received = places[0] if len(places) == 1 else torch.empty(sum(coming), dtype=torch.uint8)
+        joined = sent[0] if len(sent) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *sent])
+        yield self._mesh.alltoall_base(received, joined, coming, leaving)
+        if len(places) > 1:
+            for place, part in zip(places, torch.split(received, [n for n in coming if n]), strict=True):
+                place.copy_(part)
+
     def _exchange(
         self, content: bytes, merge: Callable[[list[bytes]], bytes], everywhere: bool, tag: OpTag
     ) -> bytes:
@@ -180,6 +224,19 @@ def _shared_tree(members: list[int], lane: Lane) -> Tree:
     if known is None or known[0] is not world:
         levels = tree.levels(members, dist.get_rank(), lambda ranks: new_group(ranks, backend="gloo"))
         _trees[key] = known = world, Tree(levels)
+    return known[1]
+
+
+_meshes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # with the world that they belong to
+
+
+def _shared_mesh(members: list[int]) -> Any:
+    """One group per process in which any two of these ranks exchange bytes. All of them must make the first
+    call together."""
+    world, key = dist.group.WORLD, tuple(members)
+    known = _meshes.get(key)
+    if known is None or known[0] is not world:
+        _meshes[key] = known = world, new_group(members, backend="gloo")
     return known[1]
 
 
@@ -233,4 +290,5 @@ def forget_first_groups() -> None:
     """The process groups end."""
     _first_groups.clear()
     _trees.clear()
+    _meshes.clear()
     leases_by_grid.clear()

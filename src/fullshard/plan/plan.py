@@ -20,6 +20,7 @@ from fullshard.options import Options
 from fullshard.plan.homes import (
     KINDS,
     PLACES,
+    STATES,
     Free,
     LaneHomes,
     Resting,
@@ -148,6 +149,7 @@ class Plan:
     why_flat: str = ""  # ranks are on several nodes, but messages do not go over two levels
     choice: Any = None  # with plan=: the record of what was chosen
     optimizer_step: str = "auto"
+    peers: int = 0  # hosts besides its own that hold a copy of a rank's state in memory
 
     def with_offload(self, offload: Offload, free: Free) -> Plan:
         """Where values rest with it. Raises OffloadError if its budget cannot be met."""
@@ -182,6 +184,18 @@ class Plan:
         lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
         tensors = [(p.name, p.shape, lane.dtypes.rest.itemsize) for lane in lanes for p in lane.layout.pieces]
         return None if self._replicated else owners_of(tensors, self.ranks)
+
+    @property
+    def saved_bytes(self) -> int:
+        """This rank's part of a checkpoint, with Adam's state in its own dtype; replicas share it out."""
+        lanes = [lane for unit in self.units for lane in unit.lanes]
+        return sum(lane.rest_bytes(False) * (1 + STATES * lane.trainable) for lane in lanes)
+
+    @property
+    def peer_copy_bytes(self) -> int:
+        """Host memory for `fs.save(..., peers=...)`: what is being copied, and two steps of this rank's own
+        copy and of those that it holds for others; 0 without peers."""
+        return (1 + 2 * (1 + self.peers)) * self.saved_bytes if self.peers else 0
 
     @property
     def slab_bytes(self) -> int:
@@ -261,6 +275,7 @@ class Plan:
                 *([f"owned steps: {self.owners}"] if self.optimizer_step == "owned" and self.owners else []),
                 *(["kept: full from forward to backward"] if self.schedule.releases else []),
                 *self._node_copies(),
+                *self._peer_copies(),
                 *([] if self.choice is None else [self.choice.line]),
             ]
         )
@@ -281,6 +296,12 @@ class Plan:
             return []
         held = size(self.schedule.node_copy_bytes)
         return [f"node copy: the node's share stays from forward to backward, {held} in all"]
+
+    def _peer_copies(self) -> list[str]:
+        if not self.peers:
+            return []
+        held = f"{size(self.peer_copy_bytes)} of host memory"
+        return [f"copies in memory with peers={self.peers}: {held}, {size(self.saved_bytes)} sent per peer"]
 
     def _at_rest(self) -> list[str]:
         lines = [

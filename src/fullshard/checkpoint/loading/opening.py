@@ -24,8 +24,10 @@ _VALUES_BYTES = 128 * 2**20  # earlier versions packed zeros by more
 class Checkpoint(Source):
     """A checkpoint of fullshard: it has a manifest, so every byte of it can be checked."""
 
-    def __init__(self, folder: Path, manifest: Manifest, manifest_bytes: int) -> None:
-        super().__init__(folder, Blocks(folder, manifest.files, manifest.block_bytes))
+    def __init__(
+        self, folder: Path, manifest: Manifest, manifest_bytes: int, blocks: Blocks | None = None
+    ) -> None:
+        super().__init__(folder, blocks or Blocks(folder, manifest.files, manifest.block_bytes))
         self.manifest = manifest
         self._values: dict[str, dict[str, Stored]] = {}
         held = sum(record.size_bytes for name, record in manifest.files.items() if is_values_file(name))
@@ -64,16 +66,22 @@ def open_checkpoint(path: Path, optimizer: bool = True) -> Checkpoint:
     manifest = commit.read_manifest(folder)
     source = Checkpoint(folder, manifest, (folder / NAME).stat().st_size)
     try:
-        _find_tensors(source, manifest, ("model", "optimizer") if optimizer else ("model",))
-        skipped = [] if optimizer else manifest.files_of("optimizer")
-        for file in sorted(set(manifest.files) - set(skipped)):
-            size = source.blocks.size(file)  # raises now if it is missing or truncated
-            if not file.endswith(".safetensors"):
-                source.blocks.want(file, 0, size)
+        list_tensors(source, optimizer)
     except BaseException:
         source.close()
         raise
     return source
+
+
+def list_tensors(source: Checkpoint, optimizer: bool) -> None:
+    """Read the headers of all files that are needed, and announce the reads of small ones."""
+    manifest = source.manifest
+    _find_tensors(source, manifest, ("model", "optimizer") if optimizer else ("model",))
+    skipped = [] if optimizer else manifest.files_of("optimizer")
+    for file in sorted(set(manifest.files) - set(skipped)):
+        size = source.blocks.size(file)  # raises now if it is missing or truncated
+        if not file.endswith(".safetensors"):
+            source.blocks.want(file, 0, size)
 
 
 def _hint(path: Path) -> str:

@@ -84,7 +84,7 @@ class Blocks:
         """The size of a file, checked against its record."""
         if file not in self._sizes:
             try:
-                size = os.fstat(self._descriptor(file)).st_size
+                size = self._file_size(file)
             except OSError as error:
                 raise unreadable(self.name(file), error) from error
             record = self._records.get(file) if self._records is not None else None
@@ -117,7 +117,7 @@ class Blocks:
             size = self.size(file)
             if self._records is None:
                 continue  # there are no checksums
-            for first, last in _merged(runs):
+            for first, last in merged(runs):
                 begin, end = first * self.block_bytes, min(last * self.block_bytes, size)
                 for at, stop in self._steps(begin, end):
                     self._fill_checked(file, at, scratch[: stop - at])
@@ -181,12 +181,15 @@ class Blocks:
 
     def _fill(self, file: str, begin: int, out: np.ndarray[Any, Any]) -> None:
         try:
-            self._read(self._descriptor(file), begin, memoryview(out.data))
+            self._read(file, begin, memoryview(out.data))
         except OSError as error:
             raise unreadable(self.name(file), error) from error
 
-    def _read(self, descriptor: int, begin: int, out: memoryview) -> None:
-        at = 0
+    def _file_size(self, file: str) -> int:
+        return os.fstat(self._descriptor(file)).st_size
+
+    def _read(self, file: str, begin: int, out: memoryview) -> None:
+        descriptor, at = self._descriptor(file), 0
         while at < len(out):
             count = os.preadv(descriptor, [out[at:]], begin + at)
             if count == 0:
@@ -203,7 +206,8 @@ class Blocks:
         return descriptor
 
 
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same half-open ranges in order, without overlaps."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(runs):
         if merged and first <= merged[-1][1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ class Job:
         description: Description,
         options: tuple[int | None, str],
     ) -> None:
-        self._control, self._target, self._contents, self._values = control, target, contents, values
+        self._control, self.target, self._contents, self._values = control, target, contents, values
         self._plans, self._description = plans, description
         self._keep_last, self._files = options
 
@@ -77,14 +76,14 @@ class Job:
             results = control.gather_object((writer.written, self._values.own))
             control.together(lambda: self._finish(staging, results, token), "finishing a save")
             if (report := reports.own()) is not None:
-                report.saved(str(self._target))
+                report.saved(str(self.target))
         except BaseException:
             if staging is not None:
                 commit.abandon(staging)
             raise
 
     def _begin(self) -> commit.Staging | None:
-        return commit.begin(self._target) if self._control.is_first else None
+        return commit.begin(self.target) if self._control.is_first else None
 
     def _may_share(self, folder: Path) -> bool:
         """Whether all ranks may write into one file: by option, or by one try per file system."""
@@ -146,12 +145,12 @@ class Job:
             files.disk.sync_folder(staging.folder)  # every listed file is on disk before the manifest
             files.disk.write_file(staging.folder / manifest.NAME, manifest.to_bytes(complete))
             commit.commit(staging)
-            ownership.wrote(self._target, token)
-            ownership.hold(self._target, staging.lock, self._keep_last or 1)
+            ownership.wrote(self.target, token)
+            ownership.hold(self.target, staging.lock, self._keep_last or 1)
             if self._keep_last is not None:
-                commit.retire_older(self._target, self._keep_last)
+                commit.retire_older(self.target, self._keep_last)
         except OSError as error:
-            raise failed(f"cannot finish checkpoint {str(self._target)!r}", error) from error
+            raise failed(f"cannot finish checkpoint {str(self.target)!r}", error) from error
 
     def _manifest(self, written: Sequence[Written], own: list[Any], token: str) -> Manifest:
         sizes = {name: size for rank in written for name, size in rank.sizes.items()}
@@ -164,11 +163,11 @@ class Job:
             records[name] = FileRecord(size, tuple(join(name, pieces, size, BLOCK_BYTES)))
         return Manifest(
             id=token,
-            saved_at_ns=time.time_ns(),
+            saved_at_ns=ownership.moment_ns(self.target.parent),
             software={"fullshard": VERSION, "torch": torch.__version__},
             layout=self._description.layout
             | {"files": "parts" if parts else "shared"}
-            | ownership.description(self._target.parent),
+            | ownership.description(self.target.parent),
             block_bytes=BLOCK_BYTES,
             files=records,
             model=self._counted("model", self._contents.model, written),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint import files
-from fullshard.checkpoint.files import OpenFile, failed
+from fullshard.checkpoint.files import Disk, OpenFile, failed
 from fullshard.checkpoint.format import headers
 from fullshard.checkpoint.format.checksums import BLOCK_BYTES, Pieces, Tally
 from fullshard.checkpoint.format.headers import Tensor
@@ -82,8 +82,8 @@ class Written:
 class RankWriter:
     """Writes one rank's bytes into the folder of a save, and keeps their checksums."""
 
-    def __init__(self, folder: Path, block_bytes: int = BLOCK_BYTES) -> None:
-        self._folder, self._block_bytes = folder, block_bytes
+    def __init__(self, folder: Path, block_bytes: int = BLOCK_BYTES, disk: Disk | None = None) -> None:
+        self._folder, self._block_bytes, self._disk = folder, block_bytes, disk or files.disk
         self.written = Written()
 
     def create(self, plans: Iterable[FilePlan]) -> None:
@@ -134,7 +134,7 @@ class RankWriter:
 
     def write_small(self, name: str, data: bytes) -> None:
         try:
-            files.disk.write_file(self._folder / name, data)
+            self._disk.write_file(self._folder / name, data)
         except OSError as error:
             raise failed(f"cannot write {str(self._folder / name)!r}", error) from error
         tally = Tally(self._block_bytes)
@@ -153,14 +153,14 @@ class RankWriter:
 
     def _create(self, name: str, size_bytes: int) -> None:
         try:
-            files.disk.create(self._folder / name, size_bytes)
+            self._disk.create(self._folder / name, size_bytes)
         except OSError as error:
             raise failed(f"cannot create {str(self._folder / name)!r}", error) from error
 
     def _write(self, name: str, places: Sequence[tuple[int, torch.Tensor, torch.dtype]]) -> None:
         path, tally = self._folder / name, Tally(self._block_bytes)
         try:
-            file = files.disk.open(path)
+            file = self._disk.open(path)
             try:
                 for offset, values, dtype in places:
                     self._write_values(file, tally, offset, values, dtype)

@@ -1,0 +1,190 @@
+"""fs.save(..., peers=1): copies in the memory of agents load as checkpoints on disk do, on any ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fullshard as fs
+import ranks
+from engines import my_rank
+from fullshard.errors import CheckpointError, FullshardError
+from painting import IGNORE, load, paint, painted, scramble, shard, trained, whole_state
+from peer_hosts import Spots, arrive, hosts, places_held
+
+
+def _saved(spots: Spots, root: Path, peers: int, options: dict[str, Any], on_disk: bool) -> list[str]:
+    """A painted model, saved in memory as step-7; what was warned about."""
+    arrive(spots)
+    model = shard(**IGNORE, **options)
+    optimizer = trained(model)
+    paint(model, optimizer)
+    model.memory.seen = {"calls": 77, "last": (1, 2.5)}
+    torch.manual_seed(my_rank())
+    extra = {"step": 7, "large": torch.arange(99_999), "mine": {"rank": my_rank()}}
+    if on_disk:
+        fs.save(root / "disk" / "step-7", model, optimizer, extra=extra)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saving = fs.save(root / "step-7", model, optimizer, extra=extra, peers=peers)
+        scramble(model, optimizer)  # what was saved is what was there
+        assert saving.wait() == root / "step-7"
+    return [str(warning.message) for warning in caught]
+
+
+def _loaded(spots: Spots, root: Path, options: dict[str, Any], sources: list[str]) -> list[Any]:
+    arrive(spots)
+    found: list[Any] = []
+    for source in sources:
+        model = shard(**IGNORE, **options)
+        optimizer = trained(model)
+        scramble(model, optimizer)
+        torch.manual_seed(5)
+        newest = fs.latest(root / source)
+        assert newest == root / source / "step-7"
+        extra = load(newest, model, optimizer)
+        wrong = painted({n: v for n, v in whole_state(model, optimizer).items() if n != "scratch"})
+        large = torch.equal(extra.pop("large"), torch.arange(99_999))
+        found.append((wrong, dict(extra), large, extra.notes, model.memory.seen, torch.rand(2).tolist()))
+    return found
+
+
+# Four ranks save; then some hosts are lost, others come, and ranks of these names load.
+ROUNDS = ("aabb:abba", "aabb-b:a", "aabb-a:bb", "aabb-b:aca", "abcc-c:ab", "abcd-d:acb", "aabc-a:bec")
+
+
+def test_copies_load_bit_by_bit_on_the_hosts_that_are_left(tmp_path: Path) -> None:
+    for number, case in enumerate(ROUNDS):
+        before, after = case.split(":")
+        saving, _, lost = before.partition("-")
+        strategy = ("zero3", "zero2", "hybrid", "zero3", "replicate", "zero1", "zero3")[number]
+        options = {"strategy": strategy} if strategy != "hybrid" else {"strategy": strategy, "mesh": (2, 2)}
+        root = tmp_path / str(number)
+        with hosts() as up:
+            said = ranks.run(_saved, 4, up.spots(saving), root, 1, options, number < 4)
+            assert said == [[]] * 4
+            assert not (root / "step-7").exists()
+            for name in lost:
+                up.lose(name)
+            options = {"strategy": "zero3"}
+            sources = ["", "disk"] if number < 4 else [""]
+            for rank, found in enumerate(
+                ranks.run(_loaded, len(after), up.spots(after), root, options, sources)
+            ):
+                for of_source in found:
+                    wrong, extra, large, _, seen, _ = of_source
+                    assert (wrong, large, seen) == ([], True, {"calls": 77, "last": (1, 2.5)}), case
+                    assert extra.pop("mine", {"rank": rank}) == {"rank": rank}, case
+                    assert extra == {"step": 7}, case
+                if number < 4:
+                    assert repr(found[0]) == repr(found[1]), f"{case}: memory and disk differ"
+
+
+def _cases(spots: Spots, root: Path) -> dict[str, Any]:
+    """Several saves of one run, on two hosts."""
+    arrive(spots)
+    found: dict[str, Any] = {}
+    model = shard(**IGNORE)
+    optimizer = trained(model)
+
+    def save(name: str, salt: str, **options: Any) -> None:
+        paint(model, optimizer, salt)
+        fs.save(root / name, model, optimizer, extra={"salt": salt}, **options).wait()
+
+    def newest(**options: Any) -> tuple[str, list[str]]:
+        scramble(model, optimizer)
+        path = fs.latest(root, **options)
+        salt = load(path, model, optimizer)["salt"]
+        return f"{path.name} {salt}", painted(
+            {n: v for n, v in whole_state(model, optimizer).items() if n != "scratch"}, salt
+        )
+
+    found["nothing"] = fs.latest(root)
+    save("step-1", "a", peers=1)
+    found["first"] = newest()
+    save("step-2", "b", peers=1)
+    save("step-3", "c", peers=1)
+    found["third"] = newest(verify=True)
+    save("step-4", "d")
+    found["disk"] = newest()
+    save("step-4", "e", peers=1)  # of the same name: the newer one
+    found["again"] = newest()
+    save("step-5", "f", peers=5)
+    found["many"] = newest(verify=True)
+    try:
+        fs.load(root / "step-3", model, optimizer)
+    except CheckpointError as error:
+        found["replaced"] = str(error)
+    for name, options in {
+        "negative": {"peers": -1},
+        "bool": {"peers": True},
+        "keep_last": {"peers": 1, "keep_last": 2},
+        "differs": {"peers": 1 + my_rank()},
+        "name": {"copies": 1},
+    }.items():
+        try:
+            save("step-6", "g", **options)
+        except (FullshardError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    small = torch.nn.Linear(4, 4)
+    plan = fs.plan(small, ranks=1, peers=2)
+    found["plan"] = plan.peer_copy_bytes, plan.saved_bytes, str(plan).splitlines()[-1]
+    return found
+
+
+def test_newest_of_memory_and_disk_is_loaded_and_older_copies_are_replaced(tmp_path: Path) -> None:
+    with hosts() as up:
+        for found in ranks.run(_cases, 2, up.spots("ab"), tmp_path):
+            assert found["nothing"] is None
+            assert found["first"] == ("step-1 a", [])
+            assert found["third"] == ("step-3 c", [])
+            assert found["disk"] == ("step-4 d", [])
+            assert found["again"] == ("step-4 e", [])
+            assert found["many"] == ("step-5 f", [])
+            assert "step-3" in found["replaced"]
+            assert found["negative"].startswith("OptionError: ")
+            assert "peers is -1" in found["negative"]
+            assert "peers is True" in found["bool"]
+            assert "keep_last and files are about checkpoints on disk" in found["keep_last"]
+            assert found["differs"].startswith("RankMismatch: ")
+            assert "peers=2 on rank 1" in found["differs"]
+            assert "peers=1" in found["name"]
+            copied, saved, line = found["plan"]
+            assert copied == 7 * saved
+            assert saved >= 20 * 4 * 3
+            assert line.startswith("copies in memory with peers=2: ")
+        assert places_held(up, "a") == places_held(up, "b") == [("step-5", 0), ("step-5", 1)]
+        assert not [path for path in tmp_path.rglob("*") if "step-5" in path.name]
+
+
+def _alone(root: Path, variables: dict[str, str]) -> list[Any]:
+    """Ranks of one agent: the second time with its memory."""
+    model = shard(**IGNORE)
+    optimizer = trained(model)
+    said: list[Any] = []
+    try:
+        fs.save(root / "step-1", model, optimizer, peers=1)
+    except FullshardError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    arrive([("one", variables)] * 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            fs.save(root / f"step-{step}", model, optimizer, peers=1).wait()
+    return [*said, [str(warning.message) for warning in caught], str(fs.latest(root))]
+
+
+def test_ranks_of_one_agent_share_its_memory_and_it_is_said_once_what_that_does_not_protect_from(
+    tmp_path: Path,
+) -> None:
+    with hosts() as up:
+        [(_, variables)] = up.spots("a")
+        for rank, (error, said, newest) in enumerate(ranks.run(_alone, 2, tmp_path, variables)):
+            assert error.startswith("StateError: ")
+            assert "fullshard launch --elastic" in error
+            assert ["not from a lost host" in text for text in said] == [True] * (rank == 0)
+            assert newest == str(tmp_path / "step-2")
+        assert places_held(up, "a") == [("step-2", 0), ("step-2", 1)]
