@@ -225,7 +225,9 @@ def _agreed_choice(model: nn.Module, plan: Any, given: dict[str, Any], members: 
         device = environment.compute_device(_given_device(model, given))
         free = free_memory(device)
         own = sum(p.nbytes for p in model.parameters() if p.device == device) if device.type == "cuda" else 0
-        facts = [free.device + own, free.host * free.node_ranks, environment.launch().local_ranks]
+        request = request_of(plan)
+        host, local = free.host * free.node_ranks, environment.launch().local_ranks
+        facts = [free.device + own, host, request.free_on_disk(), local]
     except FullshardError as error:
         problem, facts = error, []
     control.raise_together_first(problem, members)
@@ -234,15 +236,10 @@ def _agreed_choice(model: nn.Module, plan: Any, given: dict[str, Any], members: 
         try:
             if tensor_parallel.mesh_of(model) is not None:
                 raise OptionError("plan='auto' for a tensor-parallel model", "Give the options themselves.")
-            request = request_of(plan)
-            inner = places[0].local_ranks if places is not None else min(row[2] for row in rows)
-            here = automatic.Situation(
-                len(ranks),
-                inner,
-                min(row[0] for row in rows),
-                min(row[1] for row in rows),
-                device.type == "cuda",
-            )
+            least = [min(column) for column in zip(*rows, strict=True)]
+            inner = places[0].local_ranks if places is not None else least[3]
+            on_gpu = device.type == "cuda"
+            here = automatic.Situation(len(ranks), inner, least[0], least[1], on_gpu, least[2])
             machine = rates.machine_here(device) if request.machine is None else described(request.machine)
             assert machine is not None
             choice = automatic.choose_for(model, request, given, here, machine)
@@ -274,7 +271,8 @@ def _planned_here(
         assert machine is not None
         on_gpu = machine.device.is_gpu
         memory = machine.device.memory_bytes if request.machine is not None else free.device
-        here = automatic.Situation(ranks, node_ranks or ranks, memory, free.host * free.node_ranks, on_gpu)
+        host, disk = free.host * free.node_ranks, request.free_on_disk()
+        here = automatic.Situation(ranks, node_ranks or ranks, memory, host, on_gpu, disk)
         choice = automatic.choose_for(model, request, given, here, machine)
     return automatic.arguments_of(choice, given), choice
 

@@ -165,3 +165,23 @@ def test_a_wrong_request_for_offload_is_refused(arguments: tuple[str, ...], answ
     code, _, err = main(*SMALL, *arguments)
     assert code == 2
     assert answer in err
+
+
+def test_one_rank_chooses_to_gather_units_from_the_host_and_a_disk_takes_the_rest() -> None:
+    said = ("gpt2-medium", "--sequence", "64", "--ranks", "1", "--gpu", "rtx4090", "--choose")
+    code, plenty = asked(*said, "--memory", "20GiB", "--host-memory", "64GiB", "--batch", "1")
+    assert code == 0
+    assert (plenty["settings"]["strategy"], plenty["settings"]["offload"]) == ("zero2", None)
+    few = (*said, "--memory", "2.1GiB", "--batch", "1")
+    code, on_host = asked(*few, "--host-memory", "64GiB")
+    assert code == 0
+    assert on_host["settings"]["strategy"] == "zero3"  # full values of all units would not fit
+    assert "disk" not in on_host["settings"]["offload"]
+    code, out, err = main(*few, "--host-memory", "3GiB")
+    assert code == 2
+    assert "of host memory on each host. Use more hosts, hosts with more memory, or a disk" in out + err
+    code, on_disk = asked(*few, "--host-memory", "3GiB", "--disk", "64GiB")
+    assert code == 0
+    assert on_disk["settings"]["offload"]["disk"] == "fullshard-offload"
+    assert "bound by the disk" in on_disk["why"]
+    assert on_disk["step_s"] > on_host["step_s"]

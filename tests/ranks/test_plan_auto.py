@@ -148,6 +148,14 @@ def test_settings_follow_memory_and_links() -> None:
     assert settings(2**36, 64, 8).micro_batch is None
     with pytest.raises(OptionError, match="nothing fits for Sequential on 8 ranks"):
         settings(2**26)
+    request = request_of({"batch": batch, "disk": "scratch/run"})
+    assert request.free_on_disk() > 0  # of the nearest folder that exists
+    small = Situation(1, 1, 5 * 2**28, 2**29, True, 2**40)
+    found = choose_for(model, request, {"precision": "bf16"}, small, h100).settings.offload_option()
+    assert isinstance(found, fs.Offload)
+    assert found.disk == "scratch/run"
+    with pytest.raises(OptionError, match=r"Planning\.disk is 3"):
+        request_of({"disk": 3})
 
 
 def test_the_plan_of_settings_that_are_chosen_is_printed_and_repeated() -> None:

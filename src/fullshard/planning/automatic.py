@@ -8,6 +8,7 @@ from the shapes of its parameters, and memory is left for activations.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from fullshard.options import parse
 from fullshard.plan.schedule import Call
 from fullshard.plan.units import Unit, find_units, looks_up_only
 from fullshard.planning.answers import SPARE, Question, step_of
-from fullshard.planning.choosing import Scope, Traced, choose
+from fullshard.planning.choosing import Disk, Scope, Traced, choose
 from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Step
 from fullshard.planning.request import Planning
@@ -46,6 +47,7 @@ class Situation:
     device_bytes: int
     host_bytes: int  # of a node
     on_gpu: bool
+    disk_bytes: int = 0  # of a node, where a folder was given
 
 
 def record_of(plan: Any) -> Choice | None:
@@ -104,6 +106,7 @@ def choose_for(
             f"a plan for {memory} bytes of memory", "Free some, or give Planning(memory='24GiB')."
         )
     host = here.host_bytes if request.host is None else int(request.host)
+    disk = None if request.disk is None else Disk(os.fspath(request.disk), here.disk_bytes)
     scope = Scope(
         type(model).__name__,
         here.ranks,
@@ -111,6 +114,7 @@ def choose_for(
         machine,
         memory,
         host,
+        disk,
         precision,
         request.optimizer,
         SPARE if unknown is None else UNKNOWN_ACTIVATIONS,

@@ -20,11 +20,20 @@ from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Need, Step
 from fullshard.planning.offloading import Request
 from fullshard.planning.settings import Choice, Rejected, Settings, seconds
+from fullshard.planning.times import MOVING
 from fullshard.precision import Precision
 
 WIRES = ("int8-across", "int8")
 CLOSE = 1.02  # steps within that are taken to be equal: then the one that needs less memory is better
 _RECOMPUTES = (False, True, "offload")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Of one host, for what exceeds its memory."""
+
+    folder: str
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Scope:
     machine: Machine
     memory_bytes: int  # of one device
     host_bytes: int | None = None  # of one host; None: no limit is known
+    disk: Disk | None = None
     precision: str | Precision = "bf16"
     optimizer: str = "adamw"
     spare: float = SPARE
@@ -157,11 +167,14 @@ def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _why(scope: Scope, best: Candidate, fitting: Sequence[Candidate]) -> str:
     times = best.need.times
     assert times is not None
+    bound, moved = times.bound, best.need.transfers
+    if bound == MOVING and moved is not None and moved.step_read:
+        bound = "the disk"
     of = f"{size(best.need.peak)} of {size(scope.memory_bytes)} at the peak"
     rate = "" if best.tokens is None else f", {best.tokens * scope.ranks / best.step_s:,.0f} tokens/s"
     others = len(fitting) - 1
     fastest = f"the fastest of {len(fitting)} that fit" if others else "nothing else fits"
-    return f"{seconds(best.step_s)} per step{rate}, bound by {times.bound}; {of}; {fastest}"
+    return f"{seconds(best.step_s)} per step{rate}, bound by {bound}; {of}; {fastest}"
 
 
 def _rejected(one: Candidate, best: Candidate) -> Rejected:
@@ -171,7 +184,9 @@ def _rejected(one: Candidate, best: Candidate) -> Rejected:
         if over > 0:
             why = f"does not fit: {size(over)} too much ({one.need.moment})"
         else:
-            why = "does not fit in host memory"
+            request = one.question.offload
+            has_disk = request is not None and request.disk_bytes is not None
+            why = "does not fit in host memory" + " and on disk" * has_disk
         return Rejected(one.settings, one.need.peak, None, why)
     slower = one.per_token_s / best.per_token_s
     if slower > 1.001:
@@ -187,11 +202,14 @@ def _nothing_fits(scope: Scope, candidates: Sequence[Candidate]) -> OptionError:
     short = least.need.peak - least.question.room_bytes
     if short <= 0:
         resting = least.need.resting
-        host = "" if resting is None else f", {size(resting.host_bytes)} of host memory"
+        assert resting is not None
+        places = {"host memory": resting.host_bytes, "disk": resting.disk_bytes}
+        needed = " and ".join(f"{size(count)} of {place}" for place, count in places.items() if count)
+        or_disk = "or a disk" if scope.disk is None else "or more disk"
         return OptionError(
             f"nothing fits for {scope.model} on {_ranks(scope)}: {least.settings} fits on the device and "
-            f"needs{host or ' more host memory'}",
-            "Use more hosts, hosts with more memory, or a disk: offload=fs.Offload(disk=FOLDER).",
+            f"needs {needed} on each host",
+            f"Use more hosts, hosts with more memory, {or_disk}: --disk SIZE, fs.Planning(disk=FOLDER).",
         )
     return OptionError(
         f"nothing fits for {scope.model} on {_ranks(scope)} of {size(scope.memory_bytes)}: the least, "
@@ -214,23 +232,26 @@ def _candidates(scope: Scope, traced: Traced) -> Iterator[Candidate]:
             for offload in scope.offloads:
                 if offload is not None and strategy == "replicate" and scope.ranks > 1:
                     continue  # sharded strategies hold less, and move less
+                if offload is None and strategy == "zero3" and scope.ranks == 1 and not scope.strategies:
+                    continue  # zero2: what rests on the device is full there
                 yield from _of(scope, traced, strategy, recompute, offload)
 
 
 def _strategies(scope: Scope) -> list[str]:
     names = scope.strategies or ("replicate", "zero2", "zero3", "hybrid")
     if scope.ranks == 1 and not scope.strategies:
-        return ["zero2"]
+        return ["zero2", "zero3"]
     return [name for name in names if name != "hybrid" or scope.levels or scope.strategies]
 
 
 def _of(scope: Scope, traced: Traced, strategy: str, recompute: Any, how: str | None) -> Iterator[Candidate]:
-    request = None if how is None else Request(how, scope.host_bytes, rates=scope.machine.host)
+    free = scope.disk.free_bytes if scope.disk is not None and how == "auto" else None
+    request = None if how is None else Request(how, scope.host_bytes, free, scope.machine.host)
     question = scope.question(strategy, recompute, request)
     step = traced.steps[recompute]
     plain = Settings(strategy, recompute, micro_batch=traced.sequences, accumulate=traced.accumulate)
     for wire in scope.wires:
-        one = _candidate(traced, step, question, replace(plain, wire=wire))
+        one = _candidate(traced, step, question, replace(plain, wire=wire), scope.disk)
         if one.need.transfers is not None and not any(vars(one.need.transfers).values()):
             continue  # nothing leaves the device
         yield one
@@ -238,7 +259,9 @@ def _of(scope: Scope, traced: Traced, strategy: str, recompute: Any, how: str | 
             yield from _tuned(scope, traced, step, question, one)
 
 
-def _candidate(traced: Traced, step: Step, question: Question, settings: Settings) -> Candidate:
+def _candidate(
+    traced: Traced, step: Step, question: Question, settings: Settings, disk: Disk | None = None
+) -> Candidate:
     def changed(options: Options) -> Options:
         given: dict[str, Any] = {
             name: _budget(getattr(settings, name))
@@ -251,7 +274,7 @@ def _candidate(traced: Traced, step: Step, question: Question, settings: Setting
 
     found = need_of(step, question, settings.strategy, changed)
     if found.resting is not None and question.offload is not None:
-        settings = replace(settings, offload=_offload(found, question.offload))
+        settings = replace(settings, offload=_offload(found, question.offload, disk))
     return Candidate(settings, found, question, traced.tokens)
 
 
@@ -259,7 +282,7 @@ def _budget(value: int | str) -> int:
     return 2**62 if value == "all" else int(value)
 
 
-def _offload(one: Need, request: Request) -> str | dict[str, Any]:
+def _offload(one: Need, request: Request, disk: Disk | None) -> str | dict[str, Any]:
     """As `fs.shard` takes it: the device's budget as planned, rounded down."""
     resting = one.resting
     assert resting is not None
@@ -269,6 +292,8 @@ def _offload(one: Need, request: Request) -> str | dict[str, Any]:
     values: dict[str, Any] = {"device": f"{tenths / 10}GiB" if tenths else 0}
     if resting.budget.host is not None:
         values["host"] = size_option(resting.budget.host * resting.budget.node_ranks)
+    if disk is not None and resting.disk_bytes:
+        values["disk"] = disk.folder
     return values
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fullshard.byte_sizes import parse_size
@@ -33,6 +36,7 @@ class Planning:
     optimizer: 'adamw', 'fused-adamw', 'adam', 'rmsprop', 'adagrad', 'sgd-momentum' or 'sgd'.
     memory: of each device, such as '80GiB'; None is what is free now on the rank that has least.
     host: host memory of each node that values may take; None is what is free there; 0 for none.
+    disk: a folder on each node's own disk for what exceeds host memory; None for none.
     machine: a card by name, such as 'h100'; None is this machine, measured once and remembered.
     allow: what changes numbers and may be chosen: 'int8-across', 'int8'.
     """
@@ -42,6 +46,7 @@ class Planning:
     optimizer: str = "adamw"
     memory: int | str | None = None
     host: int | str | None = None
+    disk: str | os.PathLike[str] | None = None
     machine: str | None = None
     allow: tuple[str, ...] = ()
 
@@ -53,6 +58,8 @@ class Planning:
                 object.__setattr__(self, name, parse_size(value, f"Planning.{name}", remedy))
             elif value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise OptionError(f"Planning.{name} is {value!r}", remedy)
+        if self.disk is not None and not isinstance(self.disk, str | os.PathLike):
+            raise OptionError(f"Planning.disk is {self.disk!r}", "Give the path of a folder.")
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
             raise OptionError(f"Planning.tokens is {self.tokens!r}", "Give a number of tokens.")
         if self.optimizer not in OPTIMIZERS:
@@ -63,6 +70,14 @@ class Planning:
         for wire in allowed:
             if wire not in WIRES:
                 raise OptionError(f"Planning.allow has {wire!r}", f"Choose from {', '.join(WIRES)}.")
+
+    def free_on_disk(self) -> int:
+        """Bytes, where `disk` is or would be made; 0 without one."""
+        if self.disk is None:
+            return 0
+        folder = Path(self.disk).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.is_dir())
+        return shutil.disk_usage(there).free
 
 
 def request_of(value: Any) -> Planning:

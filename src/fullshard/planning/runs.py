@@ -45,7 +45,8 @@ class Run:
         lines = []
         if self.tokens_s is not None:
             lines.append(
-                f"{self.tokens_s:,.0f} tokens/s on {self.ranks} ranks, {self.tflop_s:.0f} TFLOP/s each."
+                f"{self.tokens_s:,.0f} tokens/s on {self.ranks} rank{'s' * (self.ranks > 1)}, "
+                f"{self.tflop_s:.0f} TFLOP/s each."
             )
         if self.train_s is not None and self.train_tokens is not None:
             lines.append(f"{self.train_tokens:.3g} tokens take {_days(self.train_s)}.")

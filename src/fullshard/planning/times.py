@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOVING = "the link to host memory"
+
 
 @dataclass(frozen=True)
 class Times:
@@ -30,7 +32,7 @@ class Times:
             "computing": self.compute_s,
             "the link inside a node": self.inside_s,
             "the link between nodes": self.across_s,
-            "the link to host memory": self.moving_s,
+            MOVING: self.moving_s,
             "launching kernels": self.host_s,
         }
         return max(named, key=lambda name: named[name])

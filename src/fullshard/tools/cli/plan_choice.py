@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
 from fullshard.planning.answers import Answer, Question, answer, need_of, step_of
-from fullshard.planning.choosing import WIRES, Scope, Traced
+from fullshard.planning.choosing import WIRES, Disk, Scope, Traced
 from fullshard.planning.choosing import choose as chosen
 from fullshard.planning.needs import Need
 from fullshard.planning.runs import run_of
@@ -21,6 +21,7 @@ from fullshard.tools.cli.printing import as_json_text, table
 _MOST_RANKS, _MOST_BATCH = 2**17, 2**16
 _TRIED_BATCHES = 6
 _SHOWN = 24  # rejected settings
+_FOLDER = "fullshard-offload"  # for --disk, in records: on a disk of each node's own
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class Request:
     def scope(self) -> Scope:
         question = self.question
         assert question.machine is not None
-        machine, host = question.machine, None
+        machine, host, disk = question.machine, None, None
         offloads: tuple[str | None, ...] = (None,)  # no host memory was given
         if question.offload is not None:
             machine = replace(machine, host=question.offload.rates)
             host = question.offload.host_bytes
+            if question.offload.disk_bytes is not None:
+                disk = Disk(_FOLDER, question.offload.disk_bytes)
             how = question.offload.how
             offloads = (None, "optimizer", "auto") if how == "auto" else (how,)
         return Scope(
@@ -75,6 +78,7 @@ class Request:
             machine,
             question.memory_bytes,
             host,
+            disk,
             question.precision,
             question.optimizer,
             question.spare,
@@ -138,8 +142,12 @@ def _arguments(choice: Choice) -> str:
     from fullshard.precision import Precision
 
     given = choice.settings.arguments(Precision())
-    shown = {name: value for name, value in given.items() if value not in (None, False)}
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+    shown = {name: repr(value) for name, value in given.items() if value not in (None, False)}
+    offload = choice.settings.offload
+    if isinstance(offload, Mapping):
+        fields = ", ".join(f"{name}={value!r}" for name, value in offload.items())
+        shown["offload"] = f"fs.Offload({fields})"
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _run(request: Request, choice: Choice) -> tuple[Answer, Any]:
