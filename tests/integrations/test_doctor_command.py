@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ranks
+import warm
 from fullshard.doctor.judges import Examination, judged
 from fullshard.tools.cli import doctor
 from fullshard.tools.cli.app import run
@@ -64,6 +66,7 @@ def test_a_script_is_examined_unchanged_with_json_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", f"{warm.commands()}/python")
     page = tmp_path / "report.html"
     words = ["--steps", "2", "--ranks", "2", "--json", "--html", str(page), str(SCRIPT), "same_data"]
     assert run(["doctor", *words]) == 1
@@ -83,6 +86,7 @@ def test_a_report_of_a_script_has_its_plan_and_the_error_of_each_rank_without_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", f"{warm.commands()}/python")
     script, out = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(
         "import torch, torch.distributed as dist, fullshard as fs\n"

@@ -46,7 +46,8 @@ def pass_on(process: int, number: int) -> None:
 def end(status: int) -> None:
     """As the process has: with its exit status, or by its signal."""
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL's cannot be set
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
