@@ -40,6 +40,10 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[test]'
 	@touch $(VENV)/.installed-demo $@
 
+$(VENV)/.installed-bench: $(VENV)/.installed-test
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
 env: $(VENV)/.installed-test ## Make .venv and install the package with all it needs for development
 
 demo: $(VENV)/.installed-demo ## Train a small GPT, sharded over local ranks (RANKS=4 for four)
@@ -78,13 +82,13 @@ docs: env ## Build the documentation as a site, into site/
 bench-host: env ## Host time per unit and step, fullshard and FSDP2 side by side
 	$(BIN)/python bench/host_time.py
 
-bench-cpu: env ## A step on CPU ranks, fullshard beside DDP, FSDP1, FSDP2 and DeepSpeed (RANKS=4 for four)
+bench-cpu: $(VENV)/.installed-bench ## A step on CPU ranks, fullshard beside DDP, FSDP1, FSDP2 and DeepSpeed (RANKS=4 for four)
 	$(BIN)/python bench/cpu.py $(if $(RANKS),--ranks $(RANKS))
 
-bench-gpu: env ## One GPU as one rank of simulated clusters: fullshard, FSDP2 and the limit
+bench-gpu: $(VENV)/.installed-bench ## One GPU as one rank of simulated clusters: fullshard, FSDP2 and the limit
 	$(BIN)/python bench/gpu.py
 
-bench-link: env ## A step over a slow link between two nodes of two ranks in network namespaces; needs root and iproute2
+bench-link: $(VENV)/.installed-bench ## A step over a slow link between two nodes of two ranks in network namespaces; needs root and iproute2
 	$(BIN)/python bench/slow_link.py
 
 bench-simulator: env ## What the simulator predicts beside steps over a real, shaped link; needs root and iproute2
