@@ -57,13 +57,14 @@ torch.set_num_threads(1)
 
 # Files by what they take, the longest first: of those begun last, one would run on alone (`--dist loadfile`).
 LONGEST_FIRST = """
-    hangs documents plan_command numbers nodes tensor_parallel_use small_models
-    checkpoint_hugging_face optimizers checkpoint_any checkpoint_crash activation_offload
-    plan_offload cli_launch onnx inference_generate examples resume train_command offload
-    checkpoint_command checkpoint_failures blocks checkpoint_dcp checkpoint_optimizers behaviours
-    tensor_parallel zoo hf_options train hf_trainer inference penalties memory checkpoint_fuzz
-    writes_in_forward wire offload_use hostile_files operations_under_way torch_fsdp2
-    torch_fsdp2_modules offload_torch_fsdp lightning_checkpoints blocks_calls
+    hangs documents plan_command hangs_across_hosts numbers nodes tensor_parallel_use small_models
+    low_bit_state owned_step checkpoint_hugging_face optimizers checkpoint_any train_command
+    checkpoint_failures checkpoint_crash activation_offload doctor_zoo doctor plan_offload cli_launch
+    onnx inference_generate examples resume offload flight_recorder checkpoint_command blocks
+    checkpoint_dcp checkpoint_optimizers behaviours tensor_parallel zoo hf_options train hf_trainer
+    inference penalties memory checkpoint_fuzz writes_in_forward wire offload_use hostile_files
+    operations_under_way torch_fsdp2 torch_fsdp2_modules offload_torch_fsdp lightning_checkpoints
+    blocks_calls doctor_command
 """
 
 
@@ -78,9 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # What is remembered of links and devices is not this user's, nor another test's.
-os.environ.setdefault(
-    "MPLCONFIGDIR", f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/matplotlib"
-)
 CACHES = itertools.count()
 
 
