@@ -31,6 +31,7 @@ BASE = {
     "option_table",
     "options",
     "policy",
+    "muon",
     "precision",
     "environment",
     "leaving",

@@ -13,18 +13,35 @@ bf16, comes back: 4 bytes per parameter instead of the 12 of a step on entire te
 The next bucket is in flight while one is computed. Torch's own call of `step` follows with no gradients. Its
 arithmetic is written out here, and its functions are called where they are found: a version of torch with
 others, or a subclass, steps on entire tensors (`owned_step`).
+
+Parameters of `fullshard.muon.Muon` hold several matrices each, one after the other in memory. Each has an
+owner of its own.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.owned_step import Failure, Owned, Routes, bucketed, by_kind, raise_together
+from fullshard.engine.owned_step import (
+    NOBODY,
+    Failure,
+    Owned,
+    Place,
+    Routes,
+    bucketed,
+    by_kind,
+    raise_together,
+    with_owners,
+)
+from fullshard.errors import OptimizerError
+from fullshard.muon import Muon, count_of
 
 _module: Any = getattr(optim, "_muon", None)
 _orthogonalised: Any = getattr(_module, "_zeropower_via_newtonschulz", None)
@@ -33,15 +50,44 @@ _SETTINGS = {
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
 }  # fmt: skip
 _BUFFER = "momentum_buffer"
+_MUONS = {kind for kind in (getattr(optim, "Muon", None), Muon) if kind is not None}
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether it is torch's Muon, as it is written out here."""
-    kind = getattr(optim, "Muon", None)
-    if kind is None or type(optimizer) is not kind or _orthogonalised is None or _adjusted_rate is None:
+    """Whether it is torch's Muon, as it is written out here, or ours."""
+    if type(optimizer) not in _MUONS or _orthogonalised is None or _adjusted_rate is None:
         return False
     known = _SETTINGS | {"params", "param_names", "initial_lr"}
+    if type(optimizer) is Muon:
+        known |= {"split", "batched"}
     return all(set(group) >= _SETTINGS and set(group) <= known for group in optimizer.param_groups)
+
+
+def matrices(optimizer: Optimizer, places: Sequence[Place]) -> list[Owned]:
+    """Every matrix of its parameters, with its owner, the same on all ranks."""
+    splits = {id(p): group.get("split") for group in optimizer.param_groups for p in group["params"]}
+    items = [item for place in places for item in _matrices_of(place, splits[id(place[0])])]
+    return with_owners(items)
+
+
+def _matrices_of(place: Place, split: int | None) -> Iterator[Owned]:
+    item = Owned(*place, NOBODY)
+    piece = item.piece
+    count = count_of(piece.shape, split)
+    if count == 1 and len(piece.shape) == 2:
+        yield item
+        return
+    if piece.order != tuple(range(len(piece.shape))):
+        raise OptimizerError(
+            f"{piece.name!r} holds {count} matrices for Muon, and its memory order is {piece.order}",
+            "Make it contiguous before the model is sharded: parameter.data = parameter.data.contiguous().",
+        )
+    columns = piece.shape[-1]
+    size = piece.num_elements // count
+    for number in range(count):
+        start, shape = piece.start + number * size, (size // max(1, columns), columns)
+        part = replace(piece, name=f"{piece.name}[{number}]", shape=shape, order=(0, 1), start=start)
+        yield replace(item, part=part)
 
 
 class MuonStep:
@@ -116,7 +162,7 @@ class MuonStep:
                 group = groups[id(item.parameter)]
                 by_setting.setdefault((group["momentum"], group["nesterov"]), []).append(item)
         for (momentum, nesterov), items in by_setting.items():
-            buffers = [optimizer.state[item.parameter][_BUFFER].view(-1) for item in items]
+            buffers = [item.of(optimizer.state[item.parameter][_BUFFER].view(-1)) for item in items]
             gradients = [item.gradient() for item in items]
             torch._foreach_lerp_(buffers, gradients, 1 - momentum)
             updates = torch._foreach_lerp(gradients, buffers, momentum) if nesterov else buffers
@@ -128,17 +174,23 @@ class MuonStep:
 
     def _orthogonalise(self, routes: Routes, groups: dict[int, Any]) -> None:
         received = routes.received()
-        results = []
+        alike: dict[Any, list[tuple[Owned, torch.Tensor]]] = {}
         for number, item in enumerate(routes.mine):
             group = groups[id(item.parameter)]
             matrix = item.shaped(routes.joined(received, number, 0, 1))
+            together = (id(group), item.piece.shape) if group.get("batched") else number
+            alike.setdefault(together, []).append((item, matrix))
+        results: dict[int, torch.Tensor] = {}
+        for members in alike.values():
+            items, entire = zip(*members, strict=True)
+            group = groups[id(items[0].parameter)]
             try:
-                made = _orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                made = _all_orthogonalised(entire, group["ns_coefficients"], group["ns_steps"], group["eps"])
             except Exception as error:  # noqa: BLE001  raised on all ranks
-                self._failure = self._failure or Failure(error, [item])
-                made = torch.zeros_like(matrix)
-            results.append(item.flat(made))
-        routes.back(results, self._failure is not None)
+                self._failure = self._failure or Failure(error, list(items))
+                made = [torch.zeros_like(matrix) for matrix in entire]
+            results |= {id(item): item.flat(value) for item, value in zip(items, made, strict=True)}
+        routes.back([results[id(item)] for item in routes.mine], self._failure is not None)
 
     def _update(self, routes: Routes, groups: dict[int, Any]) -> None:
         results = routes.split(routes.received())
@@ -156,3 +208,19 @@ class MuonStep:
             torch._foreach_mul_(shards, kept)
             exact = [update.to(shard.dtype) for update, shard in zip(updates, shards, strict=True)]
             torch._foreach_add_(shards, exact, alpha=-adjusted)
+
+
+def _all_orthogonalised(
+    entire: Sequence[torch.Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Sequence[torch.Tensor]:
+    """By torch's own function; several matrices of one shape, in bf16, by the same products in a batch."""
+    if len(entire) == 1 or steps >= 100 or len(coefficients) != 3:
+        return [_orthogonalised(matrix, coefficients, steps, eps) for matrix in entire]
+    a, b, c = coefficients
+    rows, columns = entire[0].shape
+    stack = torch.stack([matrix.T if rows > columns else matrix for matrix in entire])
+    stack /= torch.stack([matrix.norm() for matrix in stack]).clamp(min=eps).view(-1, 1, 1)
+    for _ in range(steps):
+        gram = stack @ stack.mT
+        stack = torch.baddbmm(stack, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), stack, beta=a)
+    return list(stack.mT if rows > columns else stack)

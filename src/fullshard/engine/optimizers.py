@@ -35,7 +35,7 @@ from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
-from fullshard.engine.muon_step import MuonStep
+from fullshard.engine.muon_step import MuonStep, matrices
 from fullshard.engine.muon_step import is_known as is_known_muon
 from fullshard.engine.optimizer_trial import Placed, Verdict, is_compiled_call, try_on_shards, try_owned
 from fullshard.engine.owned_step import OwnedStep, deal_owners
@@ -43,6 +43,7 @@ from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.streamed_step import StreamedStep
 from fullshard.errors import OptimizerError, StateError, unit_label
+from fullshard.muon import Muon
 from fullshard.offload import Offload
 from fullshard.option_table import OPTIMIZER_STEPS
 from fullshard.plan.layout import Region
@@ -54,7 +55,7 @@ _ELEMENT_WISE = {
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
 # Those that look at entire tensors, each by itself, and those that look at all of them together.
-_OWNED = {kind for name in ("Adafactor", "Muon") if (kind := getattr(optim, name, None)) is not None}
+_OWNED = {Muon, *(kind for name in ("Adafactor", "Muon") if (kind := getattr(optim, name, None)) is not None)}
 _GLOBAL: dict[type[Optimizer], str] = {
     optim.LBFGS: "it searches along one direction for all parameters together"
 }
@@ -392,9 +393,9 @@ def _check(
     owners = {} if before is None else {id(item.parameter): item.owner for item in before.items}
     limits = [limit for r in runtimes if (limit := r.options.merge_units) is not None]
     most_bytes = min(limits) if limits else None
-    items, gathered = deal_owners(places, owners), mode.step == "gathered"
     if mode.step == "muon":
-        return runtimes, False, MuonStep(optimizer, items, most_bytes)
+        return runtimes, False, MuonStep(optimizer, matrices(optimizer, places), most_bytes)
+    items, gathered = deal_owners(places, owners), mode.step == "gathered"
     return runtimes, False, OwnedStep(optimizer, items, gathered, mode.bucketed, most_bytes)
 
 

@@ -50,20 +50,23 @@ from fullshard.plan.ownership import bytes_by_owner, deal, in_buckets, load_of
 # Of one owner's tensors in a bucket; a larger tensor is a bucket of its own. A few buckets are enough to hide
 # most of the exchange, and small ones would cost more messages than they hide.
 MOST_BYTES, LEAST_BYTES, BUCKETS = 64 * 2**20, 4 * 2**20, 4
+NOBODY = -1  # the owner of what is not dealt yet
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """A sharded parameter of an optimizer, and the rank of its shard group that steps on it."""
+    """A sharded parameter of an optimizer, or one of the matrices that it holds, and the rank of its shard
+    group that steps on it."""
 
     parameter: nn.Parameter
     lane: Lane
     index: int
     owner: int
+    part: Piece | None = None  # of the parameter: one of its matrices
 
     @property
     def piece(self) -> Piece:
-        return self.lane.layout.pieces[self.index]
+        return self.lane.layout.pieces[self.index] if self.part is None else self.part
 
     @property
     def is_here(self) -> bool:
@@ -87,7 +90,20 @@ class Owned:
         with plainly():
             gradient = self.parameter.grad
             assert gradient is not None
-            return gradient.detach().as_subclass(torch.Tensor).reshape(-1)
+            return self.of(gradient.detach().as_subclass(torch.Tensor).reshape(-1))
+
+    def of(self, kept: torch.Tensor) -> torch.Tensor:
+        """Of all elements of the parameter that this rank keeps, those of this part."""
+        if self.part is None:
+            return kept
+        layout, rank, entire = self.lane.layout, self.lane.comm.rank, self.lane.layout.pieces[self.index]
+        first = entire.start + layout.kept(entire, rank)[0]
+        start, stop = layout.kept(self.part, rank)
+        return (
+            kept[self.part.start + start - first : self.part.start + stop - first]
+            if stop > start
+            else kept[:0]
+        )
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """All elements, in the tensor's shape and memory order."""
@@ -106,19 +122,25 @@ class Owned:
         return " and ".join(f"{new} for {old}" for new, old in zip(given, before, strict=True) if new != old)
 
 
-def deal_owners(
-    places: Sequence[tuple[nn.Parameter, Lane, int]], before: dict[int, int] | None = None
-) -> list[Owned]:
+Place = tuple[nn.Parameter, Lane, int]
+
+
+def deal_owners(places: Sequence[Place], before: dict[int, int] | None = None) -> list[Owned]:
     """Every parameter with its owner, the same on all ranks; those with an owner `before`, by identity, keep
     it. Owners are dealt among the ranks of each model."""
     known = before or {}
+    return with_owners([Owned(p, lane, i, known.get(id(p), NOBODY)) for p, lane, i in places])
+
+
+def with_owners(items: Sequence[Owned]) -> list[Owned]:
+    """The same, with owners for those that have none."""
     dealt: dict[int, int] = {}
-    for comm in {id(lane.comm): lane.comm for _, lane, _ in places}.values():
-        own = [(p, lane, index) for p, lane, index in places if lane.comm is comm]
-        loads = [load_of(lane.layout.pieces[i].shape, lane.rest.element_size()) for _, lane, i in own]
-        owners = deal(loads, comm.ranks, [known.get(id(p)) for p, _, _ in own])
-        dealt |= {id(p): owner for (p, _, _), owner in zip(own, owners, strict=True)}
-    return [Owned(p, lane, index, dealt[id(p)]) for p, lane, index in places]
+    for comm in {id(item.lane.comm): item.lane.comm for item in items}.values():
+        own = [item for item in items if item.lane.comm is comm]
+        loads = [load_of(item.piece.shape, item.lane.rest.element_size()) for item in own]
+        owners = deal(loads, comm.ranks, [None if item.owner == NOBODY else item.owner for item in own])
+        dealt |= {id(item): owner for item, owner in zip(own, owners, strict=True)}
+    return [replace(item, owner=dealt[id(item)]) for item in items]
 
 
 def by_kind(items: Iterable[Owned]) -> list[list[Owned]]:
