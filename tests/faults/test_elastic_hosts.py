@@ -1,0 +1,169 @@
+"""An elastic run on two hosts (network namespaces), each of which is lost and comes back, also the one where
+they meet. And a soak: one of four ranks is killed at random moments, again and again.
+
+Times are printed with `-s`, not asserted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_elastic import LIMIT_S, same_as_undisturbed
+
+import elastic_train
+import namespaces
+from namespaces import Node
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+STEPS = 14
+
+
+class Host:
+    """The agent of one host. Each start adds to one file."""
+
+    def __init__(self, node: Node, folder: Path, words: list[str]) -> None:
+        self.node, self.log = node, folder / f"{node.namespace}.log"
+        self.log.touch()
+        self._words, self._folder = words, folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen = 0
+
+    def start(self) -> None:
+        command = [*self.node.enter, sys.executable, "-m", "fullshard", "launch", *self._words]
+        variables = namespaces._environment(self.node)
+        self._seen = len(self.text)
+        with open(self.log, "a") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=variables, start_new_session=True, cwd=self._folder
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str) -> None:
+        """In what was printed since the last start."""
+        deadline = time.monotonic() + LIMIT_S
+        while not re.search(pattern, self.text[self._seen :]):
+            assert time.monotonic() < deadline, f"{pattern}\n{self.text}"
+            time.sleep(0.05)
+
+    def lose(self) -> None:
+        """As if its power were cut: every process in it is gone."""
+        for pid in namespaces.ip("netns", "pids", str(self.node.namespace)).split():
+            namespaces.kill(int(pid))
+        assert self._process is not None
+        self._process.wait(30)
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(LIMIT_S)
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path, limits: str, accidents: list[list[object]]) -> Iterator[tuple[Host, Host]]:
+    try:
+        with namespaces.two_nodes() as nodes:
+            meets = ["--rdzv-endpoint", f"{nodes[0].address}:29400", "--nproc-per-node", "2"]
+            words = [elastic_train.__file__, str(folder / "run"), str(STEPS), json.dumps(accidents)]
+            words = ["--elastic", limits, *meets, *words]
+            yield Host(nodes[0], folder, words), Host(nodes[1], folder, words)
+    except namespaces.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_each_of_two_hosts_is_lost_and_comes_back_and_the_parameters_are_the_same(tmp_path: Path) -> None:
+    marks = {3: "b is lost", 5: "b is back", 8: "a is lost", 10: "a is back"}
+    accidents: list[list[object]] = [[step, 0, f"wait {mark}"] for step, mark in marks.items()]
+    with two_hosts(tmp_path, "2:4", accidents) as (a, b):
+        a.start()
+        b.start()
+        a.wait_for("trained 2 on 4")
+        b.lose()
+        (tmp_path / marks[3]).touch()
+        a.wait_for("trained 4 on 2")
+        b.start()
+        b.wait_for("a round is running")
+        (tmp_path / marks[5]).touch()
+        a.wait_for("trained 7 on 4")
+        a.lose()
+        (tmp_path / marks[8]).touch()
+        b.wait_for("trained 9 on 2")
+        a.start()
+        a.wait_for("a round is running")
+        (tmp_path / marks[10]).touch()
+        b.wait_for("trained 12 on 4")
+        codes = a.wait(), b.wait()
+        assert codes == (0, 0), a.text + b.text
+        same_as_undisturbed(tmp_path, STEPS)
+        assert "on node-b is lost, with its host" in a.text
+        assert "node-a, which formed the rounds, is lost" in b.text
+        for host in (a, b):
+            print(host.node.namespace, *re.findall("fullshard: round.*", host.text), sep="\n  ")
+
+
+def ranks_of(agent: int) -> list[int]:
+    """The processes of an agent's ranks: children of the one from which they are forked."""
+    return [
+        rank
+        for nursery in _children(agent)
+        if b"elastic.nursery" in Path(f"/proc/{nursery}/cmdline").read_bytes()
+        for rank in _children(nursery)
+    ]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_one_of_four_ranks_is_killed_at_random_moments_again_and_again(tmp_path: Path) -> None:
+    kills, steps = int(os.environ.get("KILLS", "12")), int(os.environ.get("STEPS", "400"))
+    dice = random.Random(0)
+    words = [elastic_train.__file__, str(tmp_path / "run"), str(steps), "[]"]
+    command = [sys.executable, "-m", "fullshard", "launch", "--elastic", "2:4", "--rounds", "rounds.jsonl"]
+    lines = tmp_path / "rounds.jsonl"
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen([*command, *words], stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        for number in range(kills):
+            deadline = time.monotonic() + LIMIT_S
+            while agent.poll() is None and _trained(lines) <= number:
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-4000:]
+                time.sleep(0.02)
+            time.sleep(dice.uniform(0, 1.5))
+            if ranks := ranks_of(agent.pid):
+                os.kill(dice.choice(ranks), signal.SIGKILL)
+        assert agent.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()[-4000:]
+    finally:
+        agent.kill()
+        agent.wait()
+    same_as_undisturbed(tmp_path, steps)
+    text = (tmp_path / "log").read_text()
+    trained = [int(step) for step in re.findall(r"trained (\d+) on", text)]
+    repeated = len(trained) - len(set(trained))
+    found = [event["record"]["seconds"] for event in map(json.loads, lines.read_text().splitlines())
+             if event["event"] == "trains" and event["record"]["seconds"] is not None]  # fmt: skip
+    print(f"{len(found)} kills; training again after {sorted(round(s, 1) for s in found)} s")
+    print(f"{repeated} steps were trained again: those whose save was under way")
+    assert repeated <= kills
+
+
+def _trained(lines: Path) -> int:
+    if not lines.exists():
+        return 0
+    return sum(
+        json.loads(line)["event"] == "trains"
+        for line in lines.read_text().splitlines(True)
+        if line.endswith("\n")
+    )
