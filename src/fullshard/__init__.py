@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fullshard.data import Batches
     from fullshard.doctor.check import check
     from fullshard.errors import FullshardError
+    from fullshard.guard import Guard
     from fullshard.offload import Offload
     from fullshard.planning.request import Planning
     from fullshard.precision import Precision
@@ -31,6 +32,7 @@ else:
         {
             "Batches": "fullshard.data",
             "FullshardError": "fullshard.errors",
+            "Guard": "fullshard.guard",
             "Offload": "fullshard.offload",
             "Planning": "fullshard.planning.request",
             "Precision": "fullshard.precision",
@@ -52,6 +54,7 @@ else:
 __all__ = [
     "Batches",
     "FullshardError",
+    "Guard",
     "Offload",
     "Planning",
     "Precision",

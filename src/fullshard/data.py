@@ -131,6 +131,8 @@ class Batches:
         self._pass = 0  # increased by every resume
         self._holder: object | None = None  # the key of the iterator that has handed out batches in this pass
         self._loop: Loop | None = None  # of `steps`, while it runs
+        self._left_out: set[int] = set()  # steps that the loop does not get
+        self._left_out_before = 0  # nor those from where the loop begins to before this one
 
     def __len__(self) -> int:
         """The steps of all epochs, the same before and after a resume."""
@@ -166,6 +168,7 @@ class Batches:
         iterator = iter(loader)  # a stateful loader sets our position here
         torch.set_rng_state(random_numbers)
         self._counting, here, report = True, self._pass, reports.own()
+        first = self._used
         self._loop = loop = Loop(self._label)
         try:
             while got := list(islice(iterator, self._held())):
@@ -177,6 +180,8 @@ class Batches:
                         "batches.steps.",
                     )
                 self._used += 1
+                if self._used - 1 in self._left_out or first <= self._used - 1 < self._left_out_before:
+                    continue
                 if report is not None:
                     report.begins(self._used - 1)
                 shares = self._shares(None if count is None else [float(count(batch)) for batch in got])
@@ -188,6 +193,20 @@ class Batches:
                     yield self._used - 1, got[0]
         finally:
             loop.close()
+
+    @property
+    def current_step(self) -> int:
+        """The step of the batch that the loop over `steps` has now."""
+        if not self._counting or self._used <= self._start:
+            raise StateError("no loop over batches.steps has a batch", "Call this inside such a loop.")
+        return self._used - 1
+
+    def leave_out(self, step: int, *, from_start: bool = False) -> None:
+        """The loop over `steps` does not get this step's batch; with `from_start`, nor any from where the
+        loop begins to this one. For batches that spoil a run: see fs.Guard."""
+        if from_start:
+            self._left_out_before = max(self._left_out_before, _integer(step, "step", 0) + 1)
+        self._left_out.add(_integer(step, "step", 0))
 
     def state(self) -> dict[str, Any]:
         """The position after the batch that the loop over `steps` has now, for `extra` of fs.save."""

@@ -64,6 +64,10 @@ class GradientError(FullshardError):
     """A gradient that is not finite, or a reduction of gradients that cannot be made global."""
 
 
+class RolledBack(GradientError):
+    """A step was rejected: started again, the run goes on from a checkpoint, without its batch."""
+
+
 class OptimizerError(FullshardError):
     """An optimizer that cannot work on shards, or holds tensors that the model does not own."""
 

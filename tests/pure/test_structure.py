@@ -41,7 +41,7 @@ BASE = {
     "integrations",
     "patches",
 }
-API = {"api", "build", "data", "stopping"}
+API = {"api", "build", "data", "guard", "stopping"}
 # Each room and the rooms that it may import from. Inside a room the order is free.
 ARROWS: dict[str, set[str]] = {
     "base": set(),
@@ -190,8 +190,8 @@ def test_only_one_module_reads_the_environment() -> None:
         )
 
 
-def test_public_names_are_at_most_eighteen_and_all_there() -> None:
-    assert len(fs.__all__) <= 18
+def test_public_names_are_at_most_nineteen_and_all_there() -> None:
+    assert len(fs.__all__) <= 19
     for name in fs.__all__:
         assert getattr(fs, name).__doc__, f"fs.{name} has no docstring"
 

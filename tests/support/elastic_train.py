@@ -1,7 +1,8 @@
-"""A training as in docs/elastic.md, with accidents: python elastic_train.py ROOT STEPS ACCIDENTS.
+"""A training as in docs/elastic.md, with accidents: python elastic_train.py ROOT STEPS ACCIDENTS [GUARD].
 
 ACCIDENTS is JSON, [[step, rank, what], ...]: 'kill', 'raise' and 'exit' happen once, 'always raise' in every
-round, 'wait FILE' waits until there is such a file beside ROOT, 'nan' is a batch that gives no finite loss.
+round, 'wait FILE' waits until there is such a file beside ROOT; 'nan' and 'spike' are batches, also where
+they are tried again, and 'spoil' parameters after a step. GUARD is JSON too: the policy of an fs.Guard.
 Step -1 is before the model is sharded. At the end the first rank writes the parameters to ROOT/final.pt.
 """
 
@@ -72,7 +73,12 @@ def happen(root: Path, accidents: list[list[object]], step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
+def spoilt(accidents: list[list[object]], step: int, loss: Tensor) -> Tensor:
+    kinds = [what for at, rank, what in accidents if at == step and rank == int(os.environ.get("RANK", "0"))]
+    return loss * (float("nan") if "nan" in kinds else 1e4 if "spike" in kinds else 1.0)
+
+
+def main(root: Path, steps: int, accidents: list[list[object]], policy: dict[str, object] | None) -> None:
     happen(root, accidents, -1)
     model = fs.shard(new_model())
     optimizer, samples = new_optimizer(model), data()
@@ -80,13 +86,21 @@ def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
     loader = DataLoader(samples, batch_sampler=batches)
     if path := fs.latest(root):
         batches.resume(fs.load(path, model, optimizer)["batches"])
+    guard = None if policy is None else fs.Guard(root, batches, **policy)  # type: ignore[arg-type]
     for step, (inputs, targets) in batches.steps(loader):
         if step >= steps:
             break
         happen(root, accidents, step)
-        nn.functional.mse_loss(model(inputs), targets).backward()
+        loss = spoilt(accidents, step, nn.functional.mse_loss(model(inputs), targets))
+        if guard is not None and guard.rejects(loss):
+            continue
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if [step, 0, "spoil"] in accidents:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(float("nan"))
         if int(os.environ["RANK"]) == 0:
             print(f"trained {step} on {os.environ['WORLD_SIZE']}", flush=True)
         fs.save(root / f"step-{step}", model, optimizer, extra={"batches": batches.state()}, keep_last=3)
@@ -96,4 +110,9 @@ def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        json.loads(sys.argv[3]),
+        json.loads((sys.argv[4:] or ["null"])[0]),
+    )

@@ -26,6 +26,7 @@ from fullshard.checkpoint import files, ownership
 from fullshard.checkpoint.files import FolderLock, failed, make_parents, remove_tree, unreadable
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.format.manifest import Manifest, Summary
+from fullshard.checkpoint.rollbacks import is_within, passed_over
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 T = TypeVar("T")
@@ -241,7 +242,9 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 def newest_first(parent: Path) -> list[tuple[Path, Summary]]:
     """The complete checkpoints of a folder. Damaged manifests are skipped, with a warning."""
-    return sorted(_checkpoints(parent), key=lambda item: item[1].saved_at_ns, reverse=True)
+    rejected = passed_over(parent)
+    found = [item for item in _checkpoints(parent) if not is_within(rejected, item[1].saved_at_ns)]
+    return sorted(found, key=lambda item: item[1].saved_at_ns, reverse=True)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -23,6 +23,7 @@ from fullshard.checkpoint.loading.reading import Foreign
 from fullshard.checkpoint.loading.resume import Resume
 from fullshard.checkpoint.ownership import resumed
 from fullshard.checkpoint.parameters import buffers, sites, tied_names
+from fullshard.checkpoint.rollbacks import note_loaded
 from fullshard.checkpoint.save import check_model, check_same_request
 from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
@@ -119,6 +120,7 @@ def _load_from(
         if isinstance(source, Foreign):
             return _load_foreign(control, source, runtime, model, optimizer, strict)
         loaded = _load(control, source, runtime, model, optimizer, strict)
+        note_loaded(source.manifest.saved_at_ns)
         if optimizer is not None and (report := reports.own()) is not None:
             report.loaded(str(source.folder))
         return loaded

@@ -16,6 +16,7 @@ from fullshard.checkpoint.files import following_links
 from fullshard.checkpoint.format.manifest import Summary
 from fullshard.checkpoint.loading.peer_copies import damage
 from fullshard.checkpoint.peer_reports import Described, in_memory, root_of, steps
+from fullshard.checkpoint.rollbacks import is_within, passed_over
 from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.checkpoint.tools.verifying import first_problem
 from fullshard.comm.control import all_gather_object_first, start
@@ -57,6 +58,7 @@ class _Known:
 
     copies: list[Described]
     on_disk: list[tuple[str, int]]  # names, the newest first, and when each was saved; on the first rank
+    rejected: list[tuple[int, int]]  # between which times a state was saved that is passed over
 
 
 def _of_memory_or_disk(folder: Path, places: Places, verify: bool) -> Path | None:
@@ -69,8 +71,9 @@ def _of_memory_or_disk(folder: Path, places: Places, verify: bool) -> Path | Non
     if verify:
         copies = _without_damaged(copies, places, ranks)
     newest = [(path.name, saved.saved_at_ns) for path, saved in _on_disk(folder)]
-    rows = _exchanged(_Known(copies, newest), ranks)
-    reports, on_disk = [row.copies for row in rows], rows[0].on_disk
+    rows = _exchanged(_Known(copies, newest, passed_over(folder)), ranks)
+    rejected, on_disk = rows[0].rejected, rows[0].on_disk
+    reports = [[one for one in row.copies if not is_within(rejected, one.saved_at_ns)] for row in rows]
     chosen = choose(reports, on_disk[0] if on_disk else None)
     if verify and not chosen.in_memory and on_disk:
         try:
