@@ -35,15 +35,21 @@ def _run_page(page: Page, folder: str, commands: str) -> None:
         if block.kind == "python" and block.title is None:
             exec(compile("\n" * (block.line - 1) + block.code, page.name, "exec"), names)
             continue
+        Path(f".reached-{number}-{rank}").touch()
         done = Path(f".done-{number}")
-        if rank == 0:
+        if rank == 0:  # when no rank writes a file any more, by the Python before
+            _wait_for(*(Path(f".reached-{number}-{other}") for other in range(page.ranks)))
             if block.title is not None:
                 Path(block.title).write_text(block.code)
             elif block.kind == "bash":
                 _run_shell(page, block, environment)
             done.touch()
-        while not done.exists():
-            time.sleep(0.02)
+        _wait_for(done)
+
+
+def _wait_for(*paths: Path) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.02)
 
 
 def _without_ranks(environment: Any, commands: str) -> dict[str, str]:
