@@ -129,7 +129,7 @@ def test_trained_gpt_is_loaded_from_its_folder(gpt_run: Path) -> None:
         (1, ["training.micro_batch_size=2", "sharding.strategy=auto"]),
         (2, ["sharding.strategy=replicate", "sharding.checkpoint_activations=true", "logging.every=4"]),
         (
-            4,
+            3,  # of eight sequences: one of them has nothing to compute in its last pass
             [
                 "sharding.strategy=zero2",
                 "sharding.checkpoint_activations=offload",

@@ -202,10 +202,9 @@ def test_file_that_is_no_config_is_refused(folder: Path) -> None:
     assert "not a section" in refusal(good, ["output.x=3"])
 
 
-def test_batch_that_the_ranks_cannot_share_is_refused(folder: Path) -> None:
+def test_batch_of_fewer_sequences_than_ranks_is_refused(folder: Path) -> None:
     config = runs.write_config(folder)
-    assert "8 sequences, which 3 ranks" in refusal(config, ranks=3)
-    assert "'training.micro_batch_size' is 3" in refusal(config, ["training.micro_batch_size=3"], ranks=1)
+    assert "8 sequences, less than one for each of 9 ranks" in refusal(config, ranks=9)
 
 
 def test_folder_of_somebody_else_is_left_as_it_is(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -322,6 +323,9 @@ def _right_loops() -> None:
     _agrees(fixed, _expected(first))
     _agrees(model, _expected(first))
 
+    found = _fixed_by_definition(first)
+    assert all(map(torch.equal, *found)), "not the tree that the documents define"
+
     # A rank whose batch has nothing to predict: its loss is not a number, and does not count.
     batches, rank = fs.Batches(23, 7), torch.distributed.get_rank()
     loader = DataLoader(DATA, batch_sampler=batches)
@@ -329,6 +333,35 @@ def _right_loops() -> None:
         (_loss(model, x) * (1 if rank else float("nan"))).backward()
         break
     _agrees(model, _expected(first[3:]))
+
+
+def _fixed_by_definition(first: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of four micro-batches under reduce='fixed', and as one process adds them up by hand."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    model, alone, leaves = fs.shard(build(), reduce="fixed"), build(), []
+    batches = fs.Batches(23, 7, micro_batch_size=2)
+    for _, micro_batches in batches.steps(DataLoader(DATA, batch_sampler=batches)):
+        for x in micro_batches:
+            _loss(model, x).backward()
+        break
+    for samples in (first[0:2], first[2:4], first[4:6], first[6:7]):
+        gradients = torch.autograd.grad(_loss(alone, DATA[samples]), list(alone.parameters()))
+        leaves.append([gradient * (len(samples) / 7) for gradient in gradients])
+    by_hand = [(a + b) + (c + d) for a, b, c, d in zip(*leaves, strict=True)]
+    for value in ("inf", "nan"):  # a norm that is not finite stays what it is
+        kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad = p.grad * 0 + float(value)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert str(float(norm)) == value
+        for p, gradient in zip(model.parameters(), kept, strict=True):
+            p.grad = gradient
+    return [value for value in whole_gradients(model).values() if value is not None], by_hand
 
 
 def _wrong_loops() -> dict[str, str]:
@@ -383,6 +416,11 @@ def _wrong_loops() -> dict[str, str]:
             if number:
                 found["one left out"] = _raised(_loss(fixed, x).backward)
         break
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+    parallel = parallelize_module(nn.Sequential(nn.Linear(6, 6)), mesh["tp"], {"0": ColwiseParallel()})
+    found["tensor parallelism"] = _raised(lambda: fs.shard(parallel, mesh=mesh["dp"], reduce="fixed"))
+    eight_bit = fs.Precision(wire=torch.int8)
+    found["8 bits"] = _raised(lambda: fs.shard(_small(), precision=eight_bit, reduce="fixed"))
     return found
 
 
@@ -401,5 +439,7 @@ def test_a_loop_whose_weights_are_not_known_is_an_error() -> None:
             "no micro-batches": "reduce='fixed' sums micro-batches",
             "before the last": "before the last micro-batch of the global batch",
             "one left out": "one had no backward",
+            "tensor parallelism": "reduce='fixed' for a tensor-parallel model",
+            "8 bits": "8-bit blocks of precision=fs.Precision(wire=torch.int8)",
         }.items():
             assert message in found[case], (case, found[case])

@@ -29,6 +29,7 @@ from fullshard.data import Batches
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, GradientError, Uninitialised
 from fullshard.policy import NO_INTEGRATION
+from fullshard.shares import equal_parts
 from fullshard.training import holdings, models
 from fullshard.training.folder import RunFolder
 from fullshard.training.models import Subject
@@ -127,7 +128,7 @@ class Run:
     def _planning(self) -> dict[str, Any]:
         """For one micro-batch, as `Subject.logits` gives it to the model."""
         settings, ranks = self.job.settings, rank_count()
-        size = settings.training.sequences // ranks // micro_batches(settings, ranks)
+        _, size = micro_batches(settings, ranks)
         tokens = torch.zeros(size, settings.training.sequence_length, dtype=torch.long)
         own = self.job.subject.shape is not None
         batch: Any = tokens if own else {"input_ids": tokens, "use_cache": False}
@@ -226,15 +227,15 @@ class Run:
             group["lr"] = rate
         indices = self._batches.indices(step)
         num_targets = max(1, self.job.train.count_targets(indices))
-        share = len(indices) // self.ranks
-        mine = indices[self.rank * share : (self.rank + 1) * share]
-        parts = micro_batches(self.job.settings, self.ranks)
+        mine = indices[slice(*equal_parts(len(indices), self.ranks, self.rank))]
+        parts, _ = micro_batches(self.job.settings, self.ranks)
         loss = torch.zeros((), device=self.job.device)
         for part in range(parts):
-            some = mine[part * share // parts : (part + 1) * share // parts]
+            some = mine[part * len(mine) // parts : (part + 1) * len(mine) // parts]
             waits = part < parts - 1
             with api.accumulate(self.model) if waits else contextlib.nullcontext():
-                total = self._summed_loss(*self.job.train.batch(some))
+                # A rank that has none left takes part with a sequence whose targets are ignored.
+                total = self._summed_loss(*self._padded(self.job.train, some, max(1, len(some))))
                 # Gradients are averaged over ranks; their mean is to be that over the targets of all.
                 self._scaler.scale(total * (self.ranks / num_targets)).backward()  # type: ignore[no-untyped-call]
             loss += total.detach() / num_targets
@@ -326,7 +327,7 @@ class Run:
             return
         begun_s = time.monotonic()
         chosen = self._validated(data)
-        size = settings.training.sequences // self.ranks // micro_batches(settings, self.ranks)
+        _, size = micro_batches(settings, self.ranks)
         total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
         self.model.eval()
         for first in range(0, len(chosen), size * self.ranks):

@@ -386,21 +386,16 @@ def _check_numbers(settings: Settings, file: str) -> None:
 
 def check_ranks(settings: Settings, ranks: int) -> None:
     """Checks that depend on the number of ranks."""
-    sequences, micro = settings.training.sequences, settings.training.micro_batch_size
-    if sequences % ranks:
+    sequences = settings.training.sequences
+    if sequences < ranks:
         raise OptionError(
-            f"'training.batch_size' is {sequences} sequences, which {ranks} ranks cannot share equally",
-            "Give a multiple of the ranks, or another number of ranks.",
-        )
-    share = sequences // ranks
-    if micro is not None and micro < share and share % micro:
-        raise OptionError(
-            f"'training.micro_batch_size' is {micro}, and each of {ranks} ranks has {share} sequences a step",
-            "Give a number that divides them.",
+            f"'training.batch_size' is {sequences} sequences, less than one for each of {ranks} ranks",
+            "Give a larger batch, or fewer ranks.",
         )
 
 
-def micro_batches(settings: Settings, ranks: int) -> int:
-    """Forwards and backwards of a rank in one step."""
-    share = settings.training.sequences // ranks
-    return share // min(settings.training.micro_batch_size or share, share)
+def micro_batches(settings: Settings, ranks: int) -> tuple[int, int]:
+    """Forwards and backwards of every rank in one step, and the most sequences of one of them."""
+    share = -(-settings.training.sequences // ranks)
+    count = -(-share // min(settings.training.micro_batch_size or share, share))
+    return count, -(-share // count)
