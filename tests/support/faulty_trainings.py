@@ -103,6 +103,25 @@ def right_accumulation() -> None:
         scheduler.step()
 
 
+def right_uneven_shares(micro: int | None = None, reduce: str = "auto") -> None:
+    """Losses that the loop weights: the ranks have different numbers of samples, or of micro-batches."""
+    model = sharded(Model(), reduce=reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = batch(0, 0, 40)
+    batches = fs.Batches(len(x), 9, micro_batch_size=micro)
+    for step, samples in batches.steps(batches):
+        for some in [samples] if micro is None else samples:
+            F.mse_loss(model(x[some]), y[some]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEPS - 1:
+            break
+
+
+def right_micro_batches_in_a_fixed_order() -> None:
+    right_uneven_shares(3, "fixed")
+
+
 def right_bf16_recomputed() -> None:
     loop(sharded(Model(nn.Dropout(0.2)), precision="bf16", checkpoint_activations=True))
 
@@ -551,6 +570,8 @@ def resumed_optimizer() -> None:
 EXPECTED: dict[str, list[str]] = {
     "right": [],
     "right_accumulation": [],
+    "right_uneven_shares": [],
+    "right_micro_batches_in_a_fixed_order": [],
     "right_bf16_recomputed": [],
     "right_scaled": [],
     "right_masked_tokens": [],

@@ -165,12 +165,17 @@ class _Term:
 
 def _terms(backward: Event) -> list[_Term]:
     scale = backward["scale"] if backward["scaled"] else 1.0
-    weight = backward.get("weight", 1.0)  # by which the loop over fs.Batches has it multiplied
+    weight = _weight(backward)
     return [
         _Term(term["kind"], term["count"], term["factor"] * weight / scale)
         for term in backward["terms"]
         if term["factor"] and term["count"] and weight
     ]
+
+
+def _weight(backward: Event) -> float:
+    """By which the loop over fs.Batches has the gradients of this rank multiplied."""
+    return float(backward.get("weight", 1.0))
 
 
 def _micro_batches(events: Sequence[Event], step: int) -> list[Event]:
@@ -372,7 +377,11 @@ def _samples(run: Sequence[Sequence[Event]], step: int) -> int:
 
 def _loss_factor(events: Sequence[Event]) -> float:
     """What the first step multiplies its mean losses by, over all micro-batches."""
-    return sum(_mean_factor(backward) for backward in _micro_batches(events, 0))
+    factors = [(_mean_factor(backward), _weight(backward)) for backward in _micro_batches(events, 0)]
+    if any(weight != 1.0 for _, weight in factors):  # the loop has weights for them: the script's own factor
+        own = [factor / weight for factor, weight in factors if weight]
+        return sum(own) / max(1, len(own))
+    return sum(factor for factor, _ in factors)
 
 
 def learning_rate(examined: Examination) -> Iterator[Finding]:

@@ -269,7 +269,7 @@ class Recorder:
                 scaled=bool(self._scaled),
                 scale=self._scale,
                 postponed=any(w.runtime.reduction.postponing for w in concerned),
-                weight=max((w.runtime.reduction.weight for w in concerned), default=1.0),
+                weight=max(w.runtime.reduction.weight for w in concerned or self._watched),
             )
             for watched in concerned:
                 watched.end_backward()
