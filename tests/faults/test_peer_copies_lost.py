@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_elastic import Agent, agents, free_port, meeting, same_as_undisturbed
 
 import fullshard as fs
+import peer_train
 import ranks
 from engines import my_rank
 from fullshard.checkpoint.saving.peer_copies import PeerJob
@@ -181,3 +185,30 @@ def test_agent_that_is_killed_leaves_no_memory_and_no_file(tmp_path: Path) -> No
     with pytest.raises(StateError, match="cannot be opened"):
         places.held()
     assert not list(tmp_path.iterdir())
+
+
+# --- a run of two agents -------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+def test_elastic_run_grows_and_goes_on_from_memory_after_a_lost_rank_and_a_lost_host(tmp_path: Path) -> None:
+    options = [*meeting("1:2"), "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    accidents = [[1, 0, "wait joined"], [3, 1, "kill"], [5, 0, "wait lost"], [5, 1, "wait never"]]
+    words = [peer_train.__file__, tmp_path / "run", 7, json.dumps(accidents)]
+    with agents(tmp_path) as started:
+        started.append(first := Agent(tmp_path, "one", options, words))
+        first.wait_for("trained 0 on 1")
+        started.append(second := Agent(tmp_path, "two", options, words))
+        second.wait_for("a round is running")
+        (tmp_path / "joined").touch()
+        first.wait_for("trained 4 on 2")
+        first.wait_for("saved 4")
+        second.process.kill()
+        (tmp_path / "lost").touch()
+        assert first.wait() == 0, first.text
+    same_as_undisturbed(tmp_path, 7)
+    # No step was lost, and none but the first is on disk.
+    assert re.findall(r"trained \d on \d", first.text) == [
+        f"trained {step} on {2 if step in (2, 3, 4) else 1}" for step in range(7)
+    ]
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step-0"]
