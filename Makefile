@@ -20,7 +20,7 @@ CHECKED := $(wildcard src tests examples bench)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo check test test-all test-pure test-long lint format types docs bench-host bench-cpu bench-gpu bench-link bench-simulator \
-	bench-checkpoint bench-eight-bit bench-low-bit bench-muon bench-offload bench-plan bench-times clean
+	bench-checkpoint bench-peers bench-eight-bit bench-low-bit bench-muon bench-offload bench-plan bench-times clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ bench-times: env ## Predicted step times beside measured ones; needs a GPU
 
 bench-plan: env ## What fullshard plan predicts beside what CUDA allocates; needs a GPU
 	$(BIN)/python bench/plan_check.py
+
+bench-peers: env ## Copies in the memory of peers: the time of a step with them and without
+	$(BIN)/python bench/peer_copies.py
 
 bench-checkpoint: env ## Saving and loading, fullshard beside torch.distributed.checkpoint and torch.save
 	$(BIN)/python bench/checkpoint.py $(if $(RANKS),--ranks $(RANKS))

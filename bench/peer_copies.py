@@ -2,10 +2,9 @@
 
     python bench/peer_copies.py --ranks 4 --million 10 --every 1 10 100
 
-Ranks on the CPU, joined by gloo, two hosts of half of them each, with an agent's memory each. They train the
-same model; the ways of saving take turns step by step, so that all see the same machine. On CPU ranks everything
-that a save does beside training (checksums, messages) takes time of the same cores; a GPU leaves the host's
-cores free for it.
+Ranks on the CPU, joined by gloo, on two hosts of half of them each, with an agent's memory each. The ways of
+saving take turns, so that all see the same machine. On CPU ranks everything that a save does beside training
+(checksums, messages) takes time of the same cores; a GPU leaves the host's cores free for it.
 """
 
 from __future__ import annotations

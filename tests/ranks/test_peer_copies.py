@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 from fullshard.errors import CheckpointError, FullshardError
-from painting import IGNORE, load, paint, painted, scramble, shard, trained, whole_state
+from painting import IGNORE, WIDTH, adamw, load, paint, painted, scramble, shard, trained, whole_state
 from peer_hosts import Spots, arrive, hosts, places_held
 
 
@@ -53,24 +54,24 @@ def _loaded(spots: Spots, root: Path, options: dict[str, Any], sources: list[str
 
 
 # Four ranks save; then some hosts are lost, others come, and ranks of these names load.
-ROUNDS = ("aabb:abba", "aabb-b:a", "aabb-a:bb", "aabb-b:aca", "abcc-c:ab", "abcd-d:acb", "aabc-a:bec")
+ROUNDS = ("aabb:abba", "aabb-b:a", "abcc-c:ab", "aabb-b:aca", "aabc-a:bec")
 
 
 def test_copies_load_bit_by_bit_on_the_hosts_that_are_left(tmp_path: Path) -> None:
     for number, case in enumerate(ROUNDS):
         before, after = case.split(":")
         saving, _, lost = before.partition("-")
-        strategy = ("zero3", "zero2", "hybrid", "zero3", "replicate", "zero1", "zero3")[number]
+        strategy = ("zero3", "zero2", "hybrid", "replicate", "zero3")[number]
         options = {"strategy": strategy} if strategy != "hybrid" else {"strategy": strategy, "mesh": (2, 2)}
         root = tmp_path / str(number)
         with hosts() as up:
-            said = ranks.run(_saved, 4, up.spots(saving), root, 1, options, number < 4)
+            said = ranks.run(_saved, 4, up.spots(saving), root, 1, options, number < 2)
             assert said == [[]] * 4
             assert not (root / "step-7").exists()
             for name in lost:
                 up.lose(name)
             options = {"strategy": "zero3"}
-            sources = ["", "disk"] if number < 4 else [""]
+            sources = ["", "disk"] if number < 2 else [""]
             for rank, found in enumerate(
                 ranks.run(_loaded, len(after), up.spots(after), root, options, sources)
             ):
@@ -79,7 +80,7 @@ def test_copies_load_bit_by_bit_on_the_hosts_that_are_left(tmp_path: Path) -> No
                     assert (wrong, large, seen) == ([], True, {"calls": 77, "last": (1, 2.5)}), case
                     assert extra.pop("mine", {"rank": rank}) == {"rank": rank}, case
                     assert extra == {"step": 7}, case
-                if number < 4:
+                if number < 2:
                     assert repr(found[0]) == repr(found[1]), f"{case}: memory and disk differ"
 
 
@@ -188,3 +189,60 @@ def test_ranks_of_one_agent_share_its_memory_and_it_is_said_once_what_that_does_
             assert ["not from a lost host" in text for text in said] == [True] * (rank == 0)
             assert newest == str(tmp_path / "step-2")
         assert places_held(up, "a") == [("step-2", 0), ("step-2", 1)]
+
+
+def _muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01)
+
+
+# Options of fs.shard and an optimizer: states of all kinds, at home anywhere.
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "8-bit state": ({"state": "8bit"}, adamw),
+    "offload": ({"offload": "host"}, adamw),
+    "bf16": ({"precision": "bf16"}, adamw),
+    "owned": ({"optimizer_step": "owned"}, partial(torch.optim.Adafactor, lr=0.01)),
+    "Muon": ({}, _muon),
+}
+
+
+def _goes_on(spots: Spots, root: Path) -> dict[str, bool]:
+    """Whether a run that goes on from memory has the bits of one that was not disturbed."""
+    arrive(spots)
+    found = {}
+    for kind, (options, make) in KINDS.items():
+        model = shard(partial(_layers, kind), **options)
+        optimizer, batches = make(model.parameters()), fs.Batches(24, 4)
+
+        def train(
+            steps: range,
+            model: Any = model,
+            optimizer: Any = optimizer,
+            batches: fs.Batches = batches,
+        ) -> None:
+            for step in steps:
+                at = torch.tensor(batches.indices(step), dtype=torch.float32)
+                model(at[:, None] * torch.ones(WIDTH) / 24 + torch.rand(1)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(range(2))
+        fs.save(root / kind / "step-2", model, optimizer, extra={"rank": my_rank()}, peers=1)
+        train(range(2, 4))
+        undisturbed = whole_state(model)
+        drawn = torch.rand(3)
+        assert load(fs.latest(root / kind), model, optimizer) == {"rank": my_rank()}
+        train(range(2, 4))
+        again = whole_state(model)
+        same = [torch.equal(undisturbed[name], again[name]) for name in undisturbed]
+        found[kind] = all(same) and torch.equal(drawn, torch.rand(3))
+    return found
+
+
+def _layers(kind: str) -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=kind != "Muon") for _ in range(3)))
+
+
+def test_run_goes_on_from_memory_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    with hosts() as up:
+        for found in ranks.run(_goes_on, 2, up.spots("ab"), tmp_path, timeout_s=120):
+            assert found == dict.fromkeys(KINDS, True)
