@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 
 import elastic_train
 import warm
+from ranks import free_port
 
 SCRIPT = elastic_train.__file__
 LIMIT_S = 240.0
@@ -88,8 +88,14 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
-def agent_folders() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("fullshard-agent-")}
+def agent_folders(started_in: Path) -> set[str]:
+    """Of the agents that were started there; other tests may have agents, too."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(process / "cwd") == str(started_in.resolve()):
+                found |= set(re.findall(rb"/[\w/.-]*fullshard-agent-\w+", (process / "cmdline").read_bytes()))
+    return set(map(os.fsdecode, found))
 
 
 @pytest.mark.timeout(600)
@@ -132,15 +138,16 @@ def test_a_place_that_is_lost_again_and_again_is_left_empty_as_far_as_min_allows
 
 @pytest.mark.timeout(600)
 def test_a_signal_to_the_agent_ends_all_ranks_and_nothing_is_left(tmp_path: Path) -> None:
-    before = agent_folders()
     with agents(tmp_path) as started:
         words = [SCRIPT, tmp_path / "run", 9, json.dumps([[1, 0, "wait nothing"]])]
         started.append(Agent(tmp_path, "here", ["--elastic", "2:2"], words))
         started[0].wait_for("trained 0")
+        folders = agent_folders(tmp_path)
+        assert folders
         os.kill(started[0].process.pid, signal.SIGTERM)
         assert started[0].wait() == 128 + signal.SIGTERM, started[0].text
         assert "stopped by SIGTERM" in started[0].text
-    assert agent_folders() <= before
+    assert not any(map(os.path.exists, folders))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +169,6 @@ def test_options_that_do_not_fit_are_refused_before_anything_starts(options: lis
 
     with pytest.raises(OptionError, match=re.escape(message)):
         launch.parse([*options, SCRIPT])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def meeting(limits: str, **conf: object) -> list[str]:
