@@ -514,11 +514,15 @@ def _refusals() -> list[str]:
         (kinds.Noisy, owned_cases.everything, {}),
         (_by_norm, owned_cases.everything, {"offload": "host"}),
         (_muon, _is_matrix, {"offload": "host"}),
+        (torch.optim.LBFGS, owned_cases.everything, OWNED),
+        (kinds.BySumOverAll, owned_cases.everything, OWNED),
+        (kinds.Noisy, owned_cases.everything, {"optimizer_step": "gathered"}),
+        (_muon, _is_matrix, {"optimizer_step": "element-wise"}),
     ]:
         pair = Pair(make, only, **options)
         owned_cases.loss_of(pair.model, 0).backward()
         try:
-            pair.optimizers[1].step()
+            pair.optimizers[1].step(*([lambda: None] if make is torch.optim.LBFGS else []))
             found.append("it was not refused")
         except fs.FullshardError as error:
             found.append(str(error))
@@ -527,10 +531,19 @@ def _refusals() -> list[str]:
 
 
 def test_what_owners_cannot_do_is_refused_with_the_reason() -> None:
-    for sharing, random, offloaded, muon in ranks.run(_refusals, 2, init=True):
+    for sharing, random, offloaded, muon, *requested in ranks.run(_refusals, 2, init=True):
         assert "calls broadcast of torch.distributed" in sharing, sharing
         assert "draws random numbers" in random
         assert "gathered" not in random
         assert "norm of a parameter" in offloaded
         assert "gathered" not in offloaded
         assert "offload" in muon
+        names = ("LBFGS", "BySumOverAll", "Noisy", "Muon")
+        steps = ("owned", "owned", "gathered", "element-wise")
+        reasons = ("one direction", "when others have no gradient", "draws random numbers", "entire tensors")
+        remedies = ("'gathered'", "'gathered'", "'replicate'", "'owned'")
+        for name, step, reason, remedy, text in zip(names, steps, reasons, remedies, requested, strict=True):
+            assert f"{name} with optimizer_step={step!r} would compute something else" in text, text
+            assert reason in text
+            assert remedy in text
+            assert f"set {name}.fullshard_step = {step!r}" in text

@@ -107,9 +107,10 @@ class _Incomparable(Exception):
 class Verdict:
     """`finding` is why an optimizer is not known to be element-wise; None if it is.
 
-    `tried` is False if its copy does not run. One with `plain_gradients` is element-wise, but needs plain
-    tensors in place of gradient shards: it hands them to kernels that are not torch's. One that is `bucketed`
-    may be called several times per step, each time for some of its parameters.
+    `tried` is False if its copy does not run, or makes values that cannot be compared. One with
+    `plain_gradients` is element-wise, but needs plain tensors in place of gradient shards: it hands them to
+    kernels that are not torch's. One that is `bucketed` may be called several times per step, each time for
+    some of its parameters.
     """
 
     finding: str | None
@@ -165,7 +166,7 @@ def _by_owners(trial: _Trial) -> Verdict:
             return Verdict(None, bucketed=True)
         found = trial.of_owners(bucketed=False)
     except _Incomparable as error:
-        return Verdict(str(error))
+        return Verdict(str(error), tried=False)
     return Verdict(None) if found is None else Verdict(found.text, random=found.random)
 
 

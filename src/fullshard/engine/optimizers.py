@@ -463,14 +463,16 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
             verdict = try_on_shards(wrapper, placed, closure, modules)
             if verdict.tried and verdict.finding is not None:
                 raise _refused(wrapper, verdict.finding, None, placed, in_parts=True)
-    declared = _declared(optimizer, runtimes)
+    elsewhere = _is_elsewhere(optimizer, runtimes)
+    declared, bucketed = _declared(optimizer, runtimes), not is_compiled_call()
+    if declared is not None and getattr(optimizer, _DECLARATION, None) is None and not elsewhere:
+        bucketed &= _check_request(optimizer, declared, placed, closure, modules)
     if declared is None and type(optimizer) in _ELEMENT_WISE:
         declared = "element-wise"
     if declared == "element-wise":
         return _Mode(declared, plain_gradients=is_compiled_call())
     if declared is not None:
-        return _Mode(declared, bucketed=not is_compiled_call())
-    elsewhere = _is_elsewhere(optimizer, runtimes)
+        return _Mode(declared, bucketed=bucketed)
     if is_known_muon(optimizer) and not is_compiled_call():
         return _Mode("muon")
     if type(optimizer) in _OWNED:
@@ -497,6 +499,32 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     ):  # norms of gradients are right on shards, too, with a sum over ranks for each;
         return on_shards  # and so are states in blocks on these
     raise _refused(optimizer, verdict.finding, owned, placed, in_parts=elsewhere)
+
+
+def _check_request(
+    optimizer: Optimizer, step: str, placed: Mapping[int, Placed], closure: bool, modules: list[nn.Module]
+) -> bool:
+    """A request for all optimizers of a model is refused for one that is known, or shown by a trial, to
+    compute something else in this way. Whether it may step in several calls."""
+    kind, name = type(optimizer), type(optimizer).__name__
+    if kind in _ELEMENT_WISE or (kind in _OWNED and step != "element-wise"):
+        return True
+    found, verdict = _GLOBAL.get(kind) if step != "gathered" else None, None
+    if step == "element-wise":
+        found = found or ("it looks at entire tensors" if kind in _OWNED else None)
+    elif kind not in _GLOBAL:
+        verdict = try_owned(optimizer, placed, closure, modules)
+        if verdict.tried and (step == "owned" or verdict.random):
+            found = verdict.finding
+    if found is None:
+        return verdict is None or verdict.bucketed or not verdict.tried
+    fits = "owned" if kind in _OWNED else "gathered"
+    others = "" if verdict is not None and verdict.random else f"optimizer_step={fits!r}, "
+    raise OptimizerError(
+        f"{name} with optimizer_step={step!r} would compute something else than one process does: {found}",
+        f"Use {others}an element-wise optimizer such as AdamW, or strategy='replicate', under which it is "
+        f"right. If you know better, set {name}.{_DECLARATION} = {step!r}.",
+    )
 
 
 def _declared(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> str | None:
