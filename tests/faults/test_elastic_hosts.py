@@ -26,7 +26,7 @@ import namespaces
 from namespaces import Node
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-STEPS = 14
+STEPS = 17
 
 
 class Host:
@@ -77,14 +77,14 @@ def two_hosts(folder: Path, limits: str, accidents: list[list[object]]) -> Itera
         with namespaces.two_nodes() as nodes:
             meets = ["--rdzv-endpoint", f"{nodes[0].address}:29400", "--nproc-per-node", "2"]
             words = [elastic_train.__file__, str(folder / "run"), str(STEPS), json.dumps(accidents)]
-            words = ["--elastic", limits, *meets, *words]
+            words = ["--elastic", limits, "--rounds", "rounds.jsonl", *meets, *words]
             yield Host(nodes[0], folder, words), Host(nodes[1], folder, words)
     except namespaces.Unavailable as reason:
         pytest.skip(str(reason))
 
 
 def test_each_of_two_hosts_is_lost_and_comes_back_and_the_parameters_are_the_same(tmp_path: Path) -> None:
-    marks = {3: "b is lost", 5: "b is back", 8: "a is lost", 10: "a is back"}
+    marks = {3: "b is lost", 5: "b is back", 8: "a is lost", 10: "a is back", 14: "b is lost again"}
     accidents: list[list[object]] = [[step, 0, f"wait {mark}"] for step, mark in marks.items()]
     with two_hosts(tmp_path, "2:4", accidents) as (a, b):
         a.start()
@@ -103,14 +103,16 @@ def test_each_of_two_hosts_is_lost_and_comes_back_and_the_parameters_are_the_sam
         a.start()
         a.wait_for("a round is running")
         (tmp_path / marks[10]).touch()
-        b.wait_for("trained 12 on 4")
-        codes = a.wait(), b.wait()
-        assert codes == (0, 0), a.text + b.text
+        b.wait_for("trained 13 on 4")
+        b.lose()
+        (tmp_path / marks[14]).touch()
+        assert a.wait() == 0, a.text + b.text
+        assert "node-b, which formed the rounds, is lost" in a.text
         same_as_undisturbed(tmp_path, STEPS)
         assert "on node-b is lost, with its host" in a.text
         assert "node-a, which formed the rounds, is lost" in b.text
-        for host in (a, b):
-            print(host.node.namespace, *re.findall("fullshard: round.*", host.text), sep="\n  ")
+        for event in map(json.loads, (tmp_path / "rounds.jsonl").read_text().splitlines()):
+            print(f"{event['time']:.1f}", event["text"])
 
 
 def ranks_of(agent: int) -> list[int]:

@@ -65,6 +65,7 @@ class Agent:
         self._open_store, self._say = open_store, say  # say: prints a line for the user
         self._key, self._name = key_of(request.run), f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._coordinator: Coordinator | None = None
+        self._forms = False  # whether this agent forms the rounds in which it is
         self._link: Link | None = None
         self._selector = selectors.DefaultSelector()
         self._spare: Any = None  # the socket on which this agent would form rounds
@@ -157,12 +158,14 @@ class Agent:
     def _coordinate(self, listener: Any, number: int = 0, because: str = "") -> None:
         request = self._request
         history = History(request.max_fruitless)
+        self._forms = True
         self._coordinator = Coordinator(
             listener, self._key, request.limits, request.times, history, self._open_store
         )
+        self._coordinator.name = self._name
         if number:
             self._coordinator.continue_after(number, because, time.monotonic())
-            self._coordinator.watch(request.endpoint.address, request.endpoint.port, {"number": number})
+            self._coordinator.watch(request.endpoint.address, request.endpoint.port)
         self._coordinator.start()
 
     def _try_connect(self, address: str, port: int) -> bool:
@@ -202,7 +205,7 @@ class Agent:
         self._end_ranks()
         if self._leaving is not None:
             return
-        if not self._request.endpoint.address or self._coordinator is not None or not self._members:
+        if self._forms or not self._members:
             self._over(1, "the agent that formed the rounds is gone before the first one")
             return
         self._say(f"{self._members[0][2].rsplit('-', 2)[0]}, which formed the rounds, is lost")
@@ -210,14 +213,22 @@ class Agent:
         while time.monotonic() < deadline and not self._signals:
             for address, port, name in self._members[1:]:
                 if name == self._name:
-                    because = f"{self._members[0][2].rsplit('-', 2)[0]} is lost"
-                    self._coordinate(self._spare, self._number, because)
-                    self._connect(str(self._spare.getsockname()[0]), port)
+                    self._take_over(f"{self._members[0][2].rsplit('-', 2)[0]} is lost")
                     return
                 if self._try_connect(address, port):
                     return
             time.sleep(0.3)
         self._over(1, "no other agent of the last round could be reached")
+
+    def _take_over(self, because: str) -> None:
+        """Form rounds from now on. Where this agent has done so before it gave way, it listens already."""
+        if self._coordinator is None:
+            self._coordinate(self._spare, self._number, because)
+            self._connect(str(self._spare.getsockname()[0]), self._coordinator_port)
+            return
+        self._forms = True
+        self._coordinator.continue_after(self._number, because, time.monotonic())
+        self._connect(self._reachable(self._request.endpoint.address), self._coordinator_port)
 
     def _end_ranks(self) -> None:
         """At once: their round is over."""
@@ -298,6 +309,8 @@ class Agent:
             self._ranks.request_to_leave()
         elif kind == "move" and self._leaving is None:
             self._disconnect()
+            self._end_ranks()
+            self._forms = False
             if not self._try_connect(message["address"], message["port"]):
                 self._meet()
         elif kind == "over":
@@ -384,7 +397,7 @@ class Agent:
 
     def _record(self, message: Message) -> None:
         """One line of JSON per event, written by the agent that forms the rounds."""
-        if self._request.record is None or self._coordinator is None:
+        if self._request.record is None or not self._forms:
             return
         line = {"event": message["kind"], "time": time.time(), "text": message["text"]}
         line |= {name: message[name] for name in ("round", "record", "code") if name in message}

@@ -73,7 +73,8 @@ class Coordinator:
         self._number = 0
         self._running = self._stopping = self._growing = False
         self._forming_since = self._joined = self._beat = time.monotonic()
-        self._failed_at: float | None = None  # when the round that is being replaced failed
+        self._failed_at: float | None = None  # when a round last failed, or its ranks left
+        self._replaces_s: float | None = None  # the same, of the round that the current one replaces
         self._lost: list[Ending] = []  # of hosts that were lost in this round
         self._endings: list[Ending] = []  # of the ranks of this round, as far as they have ended
         self._progress: list[dict[str, Any]] = []
@@ -81,9 +82,12 @@ class Coordinator:
         self._because = "it begins"
         self._over: Message | None = None
         self._closed = threading.Event()
-        self._watched: tuple[str, int, dict[str, Any]] | None = None
+        self._watched: tuple[str, int] | None = None
         self._looked = 0.0
+        self._elsewhere: dict[str, Any] = {}  # where a group is that this one has given way to
+        self._elsewhere_s = 0.0  # when it was last heard of
         self.port = int(listener.getsockname()[1])
+        self.name = ""  # of the agent in whose process this is
         self._thread = threading.Thread(target=self._run, name="fullshard coordinator", daemon=True)
 
     def start(self) -> Coordinator:
@@ -91,12 +95,13 @@ class Coordinator:
         return self
 
     def continue_after(self, number: int, because: str, failed_at: float) -> None:
-        """Before `start`: the rounds of an agent that is gone are continued here."""
+        """The rounds of an agent that is gone are continued here. For when nobody is a member."""
+        self._elsewhere = {}
         self._number, self._because, self._failed_at = number, because, failed_at
 
-    def watch(self, address: str, port: int, own: dict[str, Any]) -> None:
+    def watch(self, address: str, port: int) -> None:
         """Before `start`: whoever comes to the endpoint of the run, which nobody serves, is sent here."""
-        self._watched = (address, port, own)
+        self._watched = (address, port)
 
     def close(self) -> None:
         self._closed.set()
@@ -183,11 +188,11 @@ class Coordinator:
         if self._watched is None or time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
-        address, port, own = self._watched
+        address, port = self._watched
         with contextlib.suppress(OSError, Refused):
             link = connect(address, port, self._key, 0.5)
             try:
-                link.send(kind="elsewhere", port=self.port, **own)
+                link.send(kind="elsewhere", port=self.port, number=self._number)
                 deadline = time.monotonic() + 0.5
                 while time.monotonic() < deadline and not link.receive():
                     time.sleep(0.02)
@@ -236,6 +241,8 @@ class Coordinator:
         self._joined = time.monotonic()
         if self._over is not None:
             self._send(member, **self._over)
+        elif self._elsewhere and self._joined - self._elsewhere_s < LOST_S:
+            self._send(member, kind="move", **self._elsewhere)
         elif self._running and not self._stopping:
             self._send(
                 member, kind="wait", text="a round is running, which will make room after its next save"
@@ -243,11 +250,12 @@ class Coordinator:
             self._ask_to_leave()
 
     def _redirect(self, member: Member, message: Message) -> None:
-        """There is a group of agents of this run elsewhere. Ours go there, unless they train already."""
+        """There is a group of agents of this run elsewhere. Ours go there, if it has had more rounds."""
         self._send(member, kind="beat")
-        if not self._running:
-            target = {"address": member.link.address, "port": int(message["port"])}
-            self._send_all(kind="move", **target)
+        if int(message["number"]) > self._number:
+            self._elsewhere = {"address": member.link.address, "port": int(message["port"])}
+            self._elsewhere_s = time.monotonic()
+            self._send_all(kind="move", **self._elsewhere)
 
     def _ask_to_leave(self) -> None:
         """If another round would have more ranks."""
@@ -276,7 +284,9 @@ class Coordinator:
             return
         given = shares([member.offer for member in self._members], self._limits)
         now = time.monotonic()
-        if given is None:
+        if not self._members:  # all have gone elsewhere, this agent too
+            self._forming_since = now
+        elif given is None:
             offered = sum(member.offer for member in self._members)
             if now - self._forming_since > self._times.join_s:
                 hosts = ", ".join(f"{one.host} ({one.offer})" for one in self._members) or "none"
@@ -286,6 +296,7 @@ class Coordinator:
                     f"waited {self._times.join_s:g} s for more; hosts: {hosts}. Start more hosts, or give a "
                     "smaller MIN",
                 )
+        if given is None:
             return
         complete = sum(given) == self._limits.most
         if self._number == 0 and not complete and now - self._joined < self._times.last_call_s:
@@ -295,11 +306,13 @@ class Coordinator:
     def _begin(self, given: list[int]) -> None:
         self._number += 1
         self._store, port = self._open_store()
+        self._replaces_s = self._failed_at
         self._running, self._stopping, self._growing = True, False, False
         self._lost, self._endings, self._progress, self._left = [], [], [], {}
         members, first = list(self._members), 0
         hosts = [member for member, share in zip(members, given, strict=True) if share]
         known = [[member.link.address, member.port, member.name] for member in members]
+        known.sort(key=lambda one: one[2] != self.name)  # whoever forms the rounds, then the oldest
         plan = []
         for member, share in zip(members, given, strict=True):
             member.share, member.endings, member.progress = share, None, {}
@@ -318,7 +331,7 @@ class Coordinator:
     def _trains(self) -> None:
         """A rank has begun a second step: what was lost in the round before has been made good."""
         loaded = next((m.progress["loaded"] for m in self._members if m.progress.get("loaded")), "")
-        taken = None if self._failed_at is None else time.monotonic() - self._failed_at
+        taken = None if self._replaces_s is None else time.monotonic() - self._replaces_s
         after = "" if taken is None else f", {taken:.1f} s after the round before ended"
         ranks = sum(member.share for member in self._members)
         self._send_all(
