@@ -61,6 +61,21 @@ def launch() -> Launch:
     )
 
 
+def refuse_tasks_without_ranks() -> None:
+    """In a process without torchrun's variables: an error where it is one of several tasks of a Slurm step,
+    each of which would train a copy of the model by itself."""
+    tasks, task = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_PROCID")
+    if task is None or not tasks.isdecimal() or int(tasks) < 2 or "RANK" in os.environ:
+        return
+    raise OptionError(
+        f"this is task {task} of {tasks} that srun started, and no variable names its rank: each task would "
+        "train alone",
+        "Start one launcher per node (srun --ntasks-per-node=1 fullshard launch ...), or export "
+        "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and "
+        "MASTER_PORT in each task.",
+    )
+
+
 def fill_in(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
     """For a launcher that starts ranks and sets only some of torchrun's variables: set the others."""
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}

@@ -33,6 +33,11 @@ class _Package(ModuleType):
         if not (name in self._homes and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as cloudpickle pickles plain modules: Ray and Dask send functions of a script that way,
+        with the modules that they use."""
+        return import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._homes})
 

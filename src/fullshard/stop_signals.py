@@ -8,13 +8,13 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 # SIGUSR1 and SIGUSR2 come before a time limit, where a scheduler was asked for them.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 # One Ctrl-C may arrive twice, from the terminal and from the launcher.
 AGAIN_S = 1.0
 
@@ -58,12 +58,12 @@ class StopSignals:
 
         os.register_at_fork(after_in_child=in_child)
 
-    def listen(self) -> bool:
-        """Handle signals from now on; False in a thread, where Python does not allow it."""
-        if threading.current_thread() is not threading.main_thread():
-            return bool(self._before)
-        if not self._before:
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+    def listen(self, numbers: Sequence[signal.Signals] = SIGNALS) -> bool:
+        """Handle these signals from now on; False in a thread, where Python does not allow it."""
+        new = [number for number in numbers if number not in self._before]
+        if new and threading.current_thread() is not threading.main_thread():
+            return False
+        self._before |= {number: signal.signal(number, self._on_signal) for number in new}
         return True
 
     @contextlib.contextmanager
@@ -96,4 +96,14 @@ class StopSignals:
         before, self._before = self._before, {}
         for number, handler in before.items():
             left = signal.SIG_DFL if handler is None else handler
-            signal.signal(number, signal.SIG_IGN if number in _WARNINGS else left)
+            signal.signal(number, signal.SIG_IGN if number in WARNINGS else left)
+
+
+of_this_process = StopSignals()
+
+
+def expect_warnings() -> None:
+    """In a rank that is about to run its script: a warning is remembered until the script looks, and forked
+    processes ignore it. Slurm sends it to all processes of a job, and the workers of a DataLoader are forked
+    before the first step is over."""
+    of_this_process.listen(WARNINGS)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fullshard.comm.control import gather_from_world
-from fullshard.stop_signals import StopSignals
+from fullshard.stop_signals import of_this_process
 
-_signals = StopSignals()
 _agreed = 0
 
 
@@ -30,6 +29,6 @@ def stop_requested() -> int:
     """
     global _agreed
     if not _agreed:
-        _signals.listen()
-        _agreed = next((number for number in gather_from_world(_signals.number, "stop") if number), 0)
+        of_this_process.listen()
+        _agreed = next((number for number in gather_from_world(of_this_process.number, "stop") if number), 0)
     return _agreed

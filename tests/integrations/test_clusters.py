@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import ranks
 import training_runs as runs
 import warm
+from fullshard.environment import refuse_tasks_without_ranks
+from fullshard.errors import OptionError
 
 LIMIT_S = 400
+TEMPLATES = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 STEPS = 16
 # A user's script: rank 1 alone is asked to stop after step `--kill`, as where a scheduler signals one host.
 SCRIPT = """\
@@ -75,10 +83,10 @@ def _unsharded() -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, *words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {name: value for name, value in os.environ.items() if name not in unset}
-    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder), **more}
     process = subprocess.Popen(
         words,
         cwd=folder,
@@ -165,3 +173,96 @@ def test_train_saves_at_a_warning_and_stays_until_it_has_at_the_limit(tmp_path: 
     done = len(runs.losses(tmp_path / "run"))
     assert f"Stopped by SIGUSR1 after step {done} of" in output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done:06}"]
+
+
+def test_tasks_of_srun_without_ranks_are_refused_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    refuse_tasks_without_ranks()
+    monkeypatch.setenv("SLURM_PROCID", "1")  # a batch script
+    refuse_tasks_without_ranks()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(OptionError, match=r"task 1 of 4 .*each task would\s+train alone.*fullshard launch"):
+        refuse_tasks_without_ranks()
+    monkeypatch.setenv("RANK", "1")
+    refuse_tasks_without_ranks()
+
+
+# --- templates --------------------------------------------------------------------------------------------
+
+
+def _manifests(name: str) -> list[dict[str, Any]]:
+    return [item for item in yaml.safe_load_all((TEMPLATES / name).read_text()) if item is not None]
+
+
+def test_kubernetes_manifests_have_what_the_api_requires() -> None:
+    service, job = _manifests("kubernetes_job.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy allows no other"
+    # Names of pods resolve through a headless service of that name which selects them.
+    assert service["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (container,) = pod["containers"]
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
+    assert set(codes["Ignore"]["values"]) == {138, 143}
+    for rule in rules:
+        assert len({"onExitCodes", "onPodConditions"} & set(rule)) == 1
+        assert rule["action"] in ("Ignore", "FailJob", "Count", "FailIndex")
+    for given in codes.values():
+        assert given["containerName"] == container["name"]
+        assert given["operator"] in ("In", "NotIn")
+        assert 0 not in given["values"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert f"--nnodes {spec['completions']} " in container["args"][0]
+    (job,) = _manifests("kubeflow_trainjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert {"runtimeRef", "trainer"} == set(job["spec"])
+    (job,) = _manifests("kubeflow_pytorchjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert worker["template"]["spec"]["containers"][0]["name"] == "pytorch", "by which the operator knows it"
+    assert worker["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+    assert job["spec"]["elasticPolicy"]["minReplicas"] <= worker["replicas"]
+
+
+def test_two_pods_of_the_job_train_together_and_one_that_is_evicted_stops_both(tmp_path: Path) -> None:
+    """The container's own command, with the variables that an Indexed Job sets, as two processes."""
+    (job,) = [item for item in _manifests("kubernetes_job.yaml") if item["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    words = [*container["command"], *container["args"]]
+    words[-1] = words[-1].replace("/checkpoints/run", str(tmp_path / "run")).replace("29500", "$PORT")
+    words[-1] = words[-1].replace("--max-restarts 3", "--max-restarts 0")
+    words[-1] += " --steps 100000 --step-s 0.05 --workers 0"
+    shutil.copy(TEMPLATES / "train.py", tmp_path)
+    port = str(ranks.free_port())
+    with contextlib.ExitStack() as stack:
+        pods = []
+        for index in ("0", "1"):
+            variables = {"JOB_COMPLETION_INDEX": index, "RANKS": "1", "FIRST_POD": "127.0.0.1", "PORT": port}
+            pods.append(stack.enter_context(started(tmp_path, *words, **variables)))
+        assert pods[0].stdout is not None
+        for line in pods[0].stdout:
+            if line.startswith("step 2 "):
+                break
+        pods[1].send_signal(signal.SIGTERM)  # an eviction
+        outputs = [pod.communicate(timeout=LIMIT_S)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [143, 143], outputs
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.sbatch")), ids=lambda path: path.name)
+def test_slurm_template_is_a_valid_script(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = [index for index, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert options
+    assert max(options) < first_command, "sbatch reads options before the first command alone"

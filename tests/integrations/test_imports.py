@@ -26,3 +26,12 @@ def test_the_cpu_does_not_import_triton() -> None:
         "q.add_rows(p, torch.zeros(256), 1.0); assert 'triton' not in set(sys.modules) - before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=700)
+
+
+def test_package_is_pickled_by_name() -> None:
+    """cloudpickle sends functions of a script together with the modules that they use."""
+    import pickle
+
+    import fullshard as fs
+
+    assert pickle.loads(pickle.dumps(fs)) is fs

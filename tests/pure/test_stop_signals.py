@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fullshard import stop_signals
-from fullshard.stop_signals import SIGNALS, Interrupts, StopSignals, exit_code
+from fullshard.stop_signals import SIGNALS, WARNINGS, Interrupts, StopSignals, exit_code
 from fullshard.tools.cli.launch_signals import PassedOn
 
 
@@ -98,6 +98,17 @@ def test_forked_worker_ignores_warnings_and_is_ended_by_its_parent() -> None:
         worker.terminate()
         worker.join(60)
     assert worker.exitcode == -signal.SIGTERM
+
+
+def test_warnings_alone_may_be_expected_first() -> None:
+    signals, before = StopSignals(), signal.getsignal(signal.SIGTERM)
+    signals.listen(WARNINGS)
+    assert signal.getsignal(signal.SIGTERM) == before
+    os.kill(os.getpid(), signal.SIGUSR2)
+    signals.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.stop_listening()
+    assert signals.number == signal.SIGUSR2
 
 
 def test_exit_code_after_a_signal_is_that_of_the_signal_unless_a_rank_failed() -> None:

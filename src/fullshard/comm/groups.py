@@ -24,7 +24,7 @@ from fullshard.comm.host_group import HostGroup, first_group, open_recorder
 from fullshard.comm.step_report import StepReport
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.watchdog import Operation, Watchdog
-from fullshard.environment import launch
+from fullshard.environment import launch, refuse_tasks_without_ranks
 from fullshard.errors import FullshardError, report_errors_as
 
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
@@ -451,6 +451,7 @@ def start() -> bool:
             torch.cuda.set_device(launched.local_rank % torch.cuda.device_count())
         dist.init_process_group(backend)
     else:
+        refuse_tasks_without_ranks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return True
 

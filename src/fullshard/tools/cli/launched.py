@@ -22,8 +22,10 @@ from typing import Any
 def main(words: Sequence[str]) -> None:
     """Run a script, or with -m a module, and exit as it does."""
     from fullshard.hugging_face import turn_on
+    from fullshard.stop_signals import expect_warnings
 
     turn_on()
+    expect_warnings()
     try:
         become(words)
     except SystemExit:
