@@ -150,6 +150,17 @@ def test_a_signal_to_the_agent_ends_all_ranks_and_nothing_is_left(tmp_path: Path
     assert not any(map(os.path.exists, folders))
 
 
+@pytest.mark.timeout(600)
+def test_a_warning_before_a_time_limit_reaches_the_ranks_which_save_and_end_the_run(tmp_path: Path) -> None:
+    with agents(tmp_path) as started:
+        words = [SCRIPT, tmp_path / "run", 100_000, json.dumps([[0, 0, "listens"]])]
+        started.append(Agent(tmp_path, "here", ["--elastic", "2:2"], words))
+        started[0].wait_for("trained 1")  # ranks listen since the end of step 0
+        os.kill(started[0].process.pid, signal.SIGUSR1)
+        assert started[0].wait() == 128 + signal.SIGUSR1, started[0].text
+    assert "round 2" not in started[0].text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -80,6 +80,7 @@ def spoilt(accidents: list[list[object]], step: int, loss: Tensor) -> Tensor:
 
 def main(root: Path, steps: int, accidents: list[list[object]], policy: dict[str, object] | None) -> None:
     happen(root, accidents, -1)
+    listens = any(what == "listens" for *_, what in accidents)  # to signals, which it does not give up again
     model = fs.shard(new_model())
     optimizer, samples = new_optimizer(model), data()
     batches = fs.Batches(SAMPLES, BATCH)
@@ -103,7 +104,10 @@ def main(root: Path, steps: int, accidents: list[list[object]], policy: dict[str
                     parameter.mul_(float("nan"))
         if int(os.environ["RANK"]) == 0:
             print(f"trained {step} on {os.environ['WORLD_SIZE']}", flush=True)
+        stop = fs.stop_requested() if listens else 0
         fs.save(root / f"step-{step}", model, optimizer, extra={"batches": batches.state()}, keep_last=3)
+        if stop:
+            sys.exit(128 + stop)
     with fs.full(model):
         if int(os.environ["RANK"]) == 0:
             torch.save([parameter.detach().clone() for parameter in model.parameters()], root / "final.pt")

@@ -386,8 +386,10 @@ class Agent:
         """The signal after which this agent leaves, now that its ranks have ended."""
         if all(ending.code == 0 for ending in endings):
             self._leaving = None  # they have come to the end of the run
-        elif self._warned is not None and all(ending.code == 128 + self._warned for ending in endings):
-            self._leaving = self._warned  # they have saved before a time limit
+        elif self._warned is not None and any(
+            ending.code in (128 + self._warned, -self._warned) for ending in endings
+        ):
+            self._leaving = self._warned  # they have saved before a time limit, or do not look at the signal
         return self._leaving
 
     def _over(self, code: int, text: str) -> None:
