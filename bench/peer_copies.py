@@ -38,10 +38,10 @@ def rank(arguments: argparse.Namespace) -> None:
     batch = torch.randn(arguments.batch, width)
     root = Path(arguments.folder)
 
-    def steps(count: int, every: int) -> tuple[float, float]:
-        """Seconds per step, and of them in fs.save."""
+    def steps(count: int, every: int) -> tuple[float, float, float]:
+        """Seconds per step, of them in fs.save, and seconds of a core, the thread that saves included."""
         torch.distributed.barrier()
-        begun, saving = time.perf_counter(), 0.0
+        begun, used, saving = time.perf_counter(), time.process_time(), 0.0
         for step in range(count):
             model(batch).square().mean().backward()
             optimizer.step()
@@ -55,28 +55,32 @@ def rank(arguments: argparse.Namespace) -> None:
             fs.latest(root)  # the last one, too, has to end
             saving += time.perf_counter() - at
         torch.distributed.barrier()
-        return (time.perf_counter() - begun) / count, saving / count
+        return (time.perf_counter() - begun) / count, saving / count, (time.process_time() - used) / count
 
     ways = [0, *arguments.every]
     for every in ways:
         steps(2 if not every else 2 * every, every)  # memory and groups are there
-    found: dict[int, list[tuple[float, float]]] = {every: [] for every in ways}
+    found: dict[int, list[tuple[float, float, float]]] = {every: [] for every in ways}
     for _ in range(arguments.rounds):
         for every in ways:
             found[every].append(steps(max(arguments.steps, every), every))
     if torch.distributed.get_rank() == 0:
-        without = statistics.median(time_s for time_s, _ in found[0])
         size = fs.plan(model, peers=1)
         print(
             f"{size.num_elements / 1e6:.1f} M parameters, {arguments.ranks} ranks on 2 hosts; per rank",
             end=" ",
         )
         print(f"{size.saved_bytes / 1e6:.0f} MB saved, {size.peer_copy_bytes / 1e6:.0f} MB of host memory\n")
-        print("| copies | ms per step | of it in fs.save | ratio |\n| --- | ---: | ---: | ---: |")
-        for every, times in found.items():
-            time_s, saving = (statistics.median(column) for column in zip(*times, strict=True))
+        medians = {
+            every: [statistics.median(column) * 1e3 for column in zip(*times, strict=True)]
+            for every, times in found.items()
+        }
+        print("| copies | ms per step | of it in fs.save | ratio | CPU ms per step | ratio |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: |")
+        for every, (wall, saving, used) in medians.items():
             name = f"every {every} steps" if every else "none"
-            print(f"| {name} | {time_s * 1e3:.1f} | {saving * 1e3:.2f} | {time_s / without:.3f} |")
+            print(f"| {name} | {wall:.1f} | {saving:.2f} | {wall / medians[0][0]:.3f} |", end="")
+            print(f" {used:.1f} | {used / medians[0][2]:.3f} |")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Skipped where there is no GPU. Several ranks share the one card over gloo.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import fullshard as fs
 import ranks
+from fullshard.elastic.keeper import Keeper
 from reference import bitwise
 
 pytestmark = [
@@ -172,3 +174,23 @@ def _memory(folder: str) -> int:
 
 def test_saving_and_loading_take_next_to_no_memory_on_the_gpu(tmp_path: Path) -> None:
     assert ranks.run(_memory, 1, str(tmp_path / "c"), init=True, timeout_s=120)[0] <= 64 * 2**20
+
+
+def _from_memory(root: Path, variables: list[dict[str, str]]) -> bool:
+    rank = torch.distributed.get_rank()
+    os.environ.update(variables[rank], FULLSHARD_HOST=f"host {rank}")
+    model, optimizer = _sharded(0)
+    for number in range(2):
+        _step(model, optimizer, number)
+    fs.save(root / "step-2", model, optimizer, peers=1)
+    after = [_step(model, optimizer, number) for number in (2, 3)]
+    newest = fs.latest(root)
+    assert newest == root / "step-2"
+    fs.load(newest, model, optimizer)
+    return after == [_step(model, optimizer, number) for number in (2, 3)]
+
+
+def test_run_on_a_gpu_goes_on_from_copies_in_memory_with_the_same_losses(tmp_path: Path) -> None:
+    with Keeper("one") as first, Keeper("two") as second:
+        variables = [first.variables(), second.variables()]
+        assert ranks.run(_from_memory, 2, tmp_path, variables, init=True) == [True, True]
