@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,14 +171,37 @@ def trained(size: str, seed: int, variant: str, steps: int, data: Tensor) -> flo
     return held_out_loss(model, data, 16)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What every measurement of this model has: sizes, seeds, steps, a device and a folder for its report."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=report.OUTPUT)
-    args = parser.parse_args()
+    return parser
+
+
+def compared(losses: list[float], exact: list[float]) -> list[str]:
+    """Cells: the mean over seeds, by how much that exceeds the exact one's, and the deviation of that."""
+    more = [loss - other for loss, other in zip(losses, exact, strict=True)]
+    return [f"{mean(losses):.4f}", f"{mean(more):+.4f}", f"{stdev(more) if len(more) > 1 else 0.0:.4f}"]
+
+
+COMPARED = ["loss", "more than exact", "standard deviation over seeds"]  # their heads
+
+
+def write(output: Path, name: str, about: str, table: str, values: dict[str, Any]) -> None:
+    """Print the table, and keep it with the values of every run."""
+    shown = f"{machine()}\n\n{about}\n\n{table}\n"
+    print(shown)
+    output.mkdir(exist_ok=True, parents=True)
+    (output / f"{name}.md").write_text(shown)
+    (output / f"{name}.json").write_text(json.dumps(values, indent=1))
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
     data = text(torch.device(args.device))
     found = {
         (size, seed, variant): trained(size, seed, variant, args.steps, data)
@@ -185,21 +209,14 @@ def main() -> None:
         for seed in args.seeds
         for variant in VARIANTS
     }
-    heads = ["model", "gradients between nodes", "loss", "more than exact", "standard deviation over seeds"]
     rows = []
     for size in args.sizes:
-        for variant in VARIANTS:
-            losses = [found[size, seed, variant] for seed in args.seeds]
-            more = [found[size, seed, variant] - found[size, seed, "exact"] for seed in args.seeds]
-            spread = stdev(more) if len(more) > 1 else 0.0
-            rows.append([size, variant, f"{mean(losses):.4f}", f"{mean(more):+.4f}", f"{spread:.4f}"])
+        by_variant = {variant: [found[size, seed, variant] for seed in args.seeds] for variant in VARIANTS}
+        rows += [[size, v, *compared(losses, by_variant["exact"])] for v, losses in by_variant.items()]
     about = f"{NODES} nodes, {args.steps} steps, {len(args.seeds)} seeds"
-    shown = f"{machine()}\n\n{about}\n\n{markdown(heads, rows)}\n"
-    print(shown)
-    args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "eight_bit.md").write_text(shown)
     values = {" ".join(map(str, key)): value for key, value in found.items()}
-    (args.output / "eight_bit.json").write_text(json.dumps(values, indent=1))
+    table = markdown(["model", "gradients between nodes", *COMPARED], rows)
+    write(args.output, "eight_bit", about, table, values)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,31 @@ exceeds that of exact state, and the time of a step and of its optimizer.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
-from statistics import mean, median, stdev
+from itertools import product
+from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import fullshard as fs
-import report
-from eight_bit import CONTEXT, SEQUENCES, SIZES, Block, ByteGPT, held_out_loss, loss_of, rate, text
-from report import machine, markdown
+from eight_bit import (
+    COMPARED,
+    CONTEXT,
+    SEQUENCES,
+    SIZES,
+    Block,
+    ByteGPT,
+    arguments,
+    compared,
+    held_out_loss,
+    loss_of,
+    rate,
+    text,
+    write,
+)
+from report import markdown
 
 VARIANTS = ("exact", "8bit")
 BETA2 = {"0.999": 0.999, "0.95": 0.95}
@@ -67,13 +78,8 @@ def _now(device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--beta2", nargs="+", default=["0.999"], choices=list(BETA2))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=report.OUTPUT)
     args = parser.parse_args()
     data = text(torch.device(args.device))
     found = {
@@ -83,27 +89,18 @@ def main() -> None:
         for seed in args.seeds
         for variant in VARIANTS
     }
-    heads = ["model", "beta2", "state", "loss", "more than exact", "standard deviation over seeds"]
-    heads += ["step, ms", "optimizer, ms", "state, MB"]
     rows = []
-    for size in args.sizes:
-        for beta2 in args.beta2:
-            exact = [found[size, beta2, "exact", seed].loss for seed in args.seeds]
-            for variant in VARIANTS:
-                each = [found[size, beta2, variant, seed] for seed in args.seeds]
-                more = [one.loss - other for one, other in zip(each, exact, strict=True)]
-                spread = stdev(more) if len(more) > 1 else 0.0
-                row = [size, beta2, variant, f"{mean(one.loss for one in each):.4f}", f"{mean(more):+.4f}"]
-                row += [f"{spread:.4f}", f"{median(one.step_ms for one in each):.1f}"]
-                row += [f"{median(one.optimizer_ms for one in each):.1f}", f"{each[0].state_bytes / 1e6:.2f}"]
-                rows.append(row)
+    for size, beta2, variant in product(args.sizes, args.beta2, VARIANTS):
+        exact = [found[size, beta2, "exact", seed].loss for seed in args.seeds]
+        each = [found[size, beta2, variant, seed] for seed in args.seeds]
+        row = [size, beta2, variant, *compared([one.loss for one in each], exact)]
+        row += [f"{median(one.step_ms for one in each):.1f}"]
+        row += [f"{median(one.optimizer_ms for one in each):.1f}", f"{each[0].state_bytes / 1e6:.2f}"]
+        rows.append(row)
     about = f"{args.steps} steps of AdamW, {len(args.seeds)} seeds, {args.device}"
-    shown = f"{machine()}\n\n{about}\n\n{markdown(heads, rows)}\n"
-    print(shown)
-    args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "low_bit_state.md").write_text(shown)
     values = {" ".join(map(str, key)): one._asdict() for key, one in found.items()}
-    (args.output / "low_bit_state.json").write_text(json.dumps(values, indent=1))
+    heads = ["model", "beta2", "state", *COMPARED, "step, ms", "optimizer, ms", "state, MB"]
+    write(args.output, "low_bit_state", about, markdown(heads, rows), values)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor], what: Any) -> None:
 VARIANTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"offload": "disk"}],
     2: [{}, {"strategy": "replicate"}, {"offload": "host"}, {"offload": "disk", "strategy": "replicate"},
-        {"offload": fs.Offload(chunk=600, step="host")}, {"dtype": torch.bfloat16}],
+        {"offload": fs.Offload(chunk=600, step="host")}, {"dtype": torch.bfloat16},
+        {"precision": fs.Precision(gather=torch.int8, wire=torch.int8)}],
     3: [{"strategy": "zero1"}, {"offload": fs.Offload(kinds=("state",), chunk=600)}],
     4: [{"strategy": "zero2", "units": None}, {"strategy": "hybrid"}, {"offload": "optimizer"}],
 }  # fmt: skip
