@@ -291,7 +291,9 @@ class Routes:
 
     def back(self, flat: list[torch.Tensor], failed: bool) -> None:
         """Send all elements of each tensor of `mine` to where they are kept."""
-        flag = [torch.full((1,), failed, dtype=self._dtype, device=self._comm.device)] * self._flags
+        flag: list[torch.Tensor] = []
+        if self._flags:
+            flag.append(torch.full((1,), failed, dtype=self._dtype, device=self._comm.device))
         parts = []
         for of_rank in self._back:
             parts += [flat[number][start:stop] for number, start, stop in of_rank] + flag
