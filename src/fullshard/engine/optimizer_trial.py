@@ -552,6 +552,8 @@ class _Exchange:
 class _TrialComm:
     """What gradient shards need of a Comm."""
 
+    fixed_sums = False
+
     def __init__(self, exchange: _Exchange | None, rank: int) -> None:
         self._exchange, self.rank, self.ranks = exchange, rank, _RANKS
         self.world = self
