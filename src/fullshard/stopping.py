@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fullshard.comm.control import gather_from_world
+from fullshard.keywords import checked_keywords
 from fullshard.stop_signals import of_this_process
 
 _agreed = 0
 
 
+@checked_keywords()
 def stop_requested() -> int:
     """The number of a signal that asked any rank to stop, or 0. All ranks get the same answer.
 

@@ -39,7 +39,7 @@ def test_the_docstring_of_shard_has_the_help_of_the_table() -> None:
 
 def test_plan_takes_options_of_shard_with_the_same_defaults() -> None:
     for name, parameter in _parameters(fs.plan).items():
-        assert name in ("ranks", "node_ranks") or parameter.default == TABLE[name].default, name
+        assert name in ("ranks", "node_ranks", "peers") or parameter.default == TABLE[name].default, name
 
 
 def test_fields_of_options_are_those_of_the_table() -> None:
