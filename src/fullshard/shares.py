@@ -25,9 +25,7 @@ class Share:
     sizes: tuple[float, ...]  # by rank
     total: float  # of the global batch
     rank: int
-    first: int = (
-        0  # the number of the first rank's micro-batch in the global batch; others have the next ones
-    )
+    first: int = 0  # the micro-batch of the first rank, by number in the global batch; the next ones follow
     micro_batches: int = 0  # in the global batch; 0 if that is not cut into any
     weights: tuple[float, ...] = ()  # of all of these, in their order
 

@@ -494,10 +494,9 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
             "steps on chunks of them",
             "Leave these options out, or use an element-wise optimizer such as AdamW.",
         )
-    if (
-        verdict.finding is None
-    ):  # norms of gradients are right on shards, too, with a sum over ranks for each;
-        return on_shards  # and so are states in blocks on these
+    if verdict.finding is None:
+        # Norms of gradients are right on shards, too, with a sum over ranks for each; and states in blocks.
+        return on_shards
     raise _refused(optimizer, verdict.finding, owned, placed, in_parts=elsewhere)
 
 
