@@ -124,7 +124,7 @@ def _conf(text: str) -> dict[str, str]:
         name, _, value = pair.partition("=")
         if name.strip() not in known:
             raise OptionError(
-                f"--rdzv-conf has {pair!r}", f"With --elastic it may have {', '.join(known)}: {{name}}=value."
+                f"--rdzv-conf has {pair!r}", f"With --elastic it may have {', '.join(known)}, as NAME=VALUE."
             )
         known[name.strip()] = value.strip()
     return known
