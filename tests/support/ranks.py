@@ -439,6 +439,7 @@ def _answer(task: _Task) -> tuple[str, bytes]:
     try:
         if task.init:
             torch.distributed.init_process_group("gloo")
+            torch.distributed.barrier()  # a rank that has ended already would break others' connecting
         fn: Any = importlib.import_module(task.module)
         for name in task.qualname.split("."):
             fn = getattr(fn, name)
