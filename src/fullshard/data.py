@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from fullshard.comm.control import all_gather_values
+from fullshard.comm.control import gather_from_world
 from fullshard.comm.groups import own_rank, rank_count
 from fullshard.elastic import reports
 from fullshard.errors import CheckpointError, OptionError, StateError
@@ -351,7 +351,8 @@ class Batches:
             raise OptionError(
                 f"count gave {counts} for the batches of step {self._used - 1}", "Return a number from 0 on."
             )
-        by_rank = dict(all_gather_values((rank, counts))) if ranks > 1 else {rank: counts}
+        together = gather_from_world((rank, counts), "counts of batches") if ranks > 1 else [(rank, counts)]
+        by_rank = dict(together)
         if sorted(by_rank) != list(range(ranks)):
             raise StateError(
                 f"fs.Batches is shared by {ranks} ranks, of which {sorted(by_rank)} counted",

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,15 +79,20 @@ def spoilt(accidents: list[list[object]], step: int, loss: Tensor) -> Tensor:
     return loss * (float("nan") if "nan" in kinds else 1e4 if "spike" in kinds else 1.0)
 
 
-def main(root: Path, steps: int, accidents: list[list[object]], policy: dict[str, object] | None) -> None:
-    happen(root, accidents, -1)
-    listens = any(what == "listens" for *_, what in accidents)  # to signals, which it does not give up again
+def resumed(root: Path) -> tuple[nn.Module, torch.optim.Optimizer, fs.Batches, DataLoader[Any]]:
+    """What is trained, as of the newest checkpoint."""
     model = fs.shard(new_model())
     optimizer, samples = new_optimizer(model), data()
     batches = fs.Batches(SAMPLES, BATCH)
-    loader = DataLoader(samples, batch_sampler=batches)
     if path := fs.latest(root):
         batches.resume(fs.load(path, model, optimizer)["batches"])
+    return model, optimizer, batches, DataLoader(samples, batch_sampler=batches)
+
+
+def main(root: Path, steps: int, accidents: list[list[object]], policy: dict[str, object] | None) -> None:
+    happen(root, accidents, -1)
+    listens = any(what == "listens" for *_, what in accidents)  # to signals, which it does not give up again
+    model, optimizer, batches, loader = resumed(root)
     guard = None if policy is None else fs.Guard(root, batches, **policy)  # type: ignore[arg-type]
     for step, (inputs, targets) in batches.steps(loader):
         if step >= steps:

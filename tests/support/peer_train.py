@@ -12,19 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import fullshard as fs
-from elastic_train import BATCH, SAMPLES, data, happen, new_model, new_optimizer
+from elastic_train import happen, resumed
 
 
 def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
-    model = fs.shard(new_model())
-    optimizer, samples = new_optimizer(model), data()
-    batches = fs.Batches(SAMPLES, BATCH)
-    loader = DataLoader(samples, batch_sampler=batches)
-    if path := fs.latest(root):
-        batches.resume(fs.load(path, model, optimizer)["batches"])
+    model, optimizer, batches, loader = resumed(root)
     for step, (inputs, targets) in batches.steps(loader):
         if step >= steps:
             break

@@ -200,12 +200,3 @@ def all_gather_object_first(value: T, grid: torch.Tensor) -> list[T]:
     if len(members) == 1:
         return [value]
     return first_group(members).all_gather_object(value, OpTag("agreement", "shard", 0))
-
-
-def all_gather_values(value: T) -> list[T]:
-    """Every rank's plain value, by rank, in a loop over data."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return [value]
-    tag = OpTag("counts of batches", "between steps", 0)
-    return first_group(list(range(ranks))).all_gather_object(value, tag)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.environment import agent_folder, launch
+from fullshard.text_files import replace_text
 
 _WORD = 8
 _REQUEST = "leave"
@@ -67,9 +68,7 @@ class Report:
         self._known = known
         target = _text_file(self._folder, self._place)
         with contextlib.suppress(OSError):  # the agent is gone, and this process with it
-            staging = target.with_suffix(".new")
-            staging.write_text(json.dumps([known.loaded, known.saved, known.left]))
-            os.replace(staging, target)
+            replace_text(target, json.dumps([known.loaded, known.saved, known.left]))
 
 
 _own: tuple[int, Report | None] = (0, None)
