@@ -96,6 +96,8 @@ def _resumed_twice(root: Path, flags: Path) -> Any:
         del os.environ[name]
     model, optimizer = crashes.made()
     fs.load(root / "a-1", model, optimizer)
+    (flags / f"loaded-{me}").touch()
+    _waited(flags / "loaded-1")  # the first removes what the second loads
     if me == 1:
         _waited(flags / "0")
     for number in (2, 3):
