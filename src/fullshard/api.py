@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -171,7 +172,7 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
     options = _with_levels(request.options, arrangement, device)
     if device.type == "cuda":
         environment.let_segments_grow()
-    comm = Comm(device, arrangement.grid, arrangement.two_level)
+    comm = Comm(device, arrangement)
     if tp_ranks is not None:
         comm.join(control.World(comm, tp_ranks))
     _agree_on_model(comm, model, request.units, options)
@@ -320,8 +321,20 @@ def _examine(model: nn.Module, options: Options, grid: torch.Tensor) -> _Request
             "Leave out device: such a model stays on the device of its mesh.",
         )
     _refuse_unfit(model)
+    if options.offload is not None and options.device is None:
+        _warn_of_computing_on_the_host(device)
     options = replace(options, on_gpu=device.type == "cuda")
     return _Request(device, moves, grid, options, find_units(model, options))
+
+
+def _warn_of_computing_on_the_host(device: torch.device) -> None:
+    """A model on the host computes there, and is then hardly meant to be offloaded."""
+    if device.type == "cpu" and torch.cuda.is_available() and groups.own_rank() == 0:
+        warnings.warn(
+            "the model is on the host and will compute there, where offload= saves no memory of a GPU. Give "
+            "fs.shard device='cuda' to compute on this rank's GPU, or device='cpu' if this is meant.",
+            stacklevel=2,
+        )
 
 
 def _arranged(grid: torch.Tensor, options: Options) -> topology.Arrangement:

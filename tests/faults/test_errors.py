@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -501,3 +503,51 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
     [(size, graded)] = ranks.run(_alone, 1)
     assert size == sum(p.numel() for p in build().parameters())
     assert graded
+
+
+def _lost_worker(*_: Any) -> None:
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
+
+
+def _loses_a_worker() -> str:
+    """As torch's own handler does it for a worker of a DataLoader, while this rank waits for the other."""
+    import fullshard as fs
+
+    model = engines.shard_blocks(engines.build())
+    if my_rank() == 1:
+        time.sleep(6)
+        return ""
+    signal.signal(signal.SIGALRM, _lost_worker)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        model(torch.ones(1, WIDTH))
+    except fs.FullshardError as error:
+        return f"taken for a failed collective: {error}"
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_a_signal_handler_raises_is_not_taken_for_a_lost_rank() -> None:
+    found = ranks.outcome(_loses_a_worker, 2, fresh=True).values[0]
+    assert found.startswith("DataLoader worker")
+
+
+def _loses_the_store() -> str:
+    import fullshard as fs
+    from fullshard.comm.host_group import open_recorder
+
+    engines.shard_blocks(engines.build())
+    torch.distributed.barrier()
+    if engines.my_rank() == 0:
+        os._exit(0)
+    time.sleep(1)
+    with pytest.raises(fs.FullshardError) as raised:
+        open_recorder([0, 1], "a save")
+    return str(raised.value)
+
+
+def test_a_store_that_is_gone_is_named_with_its_address() -> None:
+    text = ranks.outcome(_loses_the_store, 2, init=True, fresh=True).values[1]
+    assert "the run's store at 127.0.0.1:" in text
+    assert "rank 0 or its launcher, has ended" in text

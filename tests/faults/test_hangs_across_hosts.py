@@ -1,7 +1,8 @@
 """A rank of another host that is stuck, gone or somewhere else: named by rank and host within seconds.
 
 Hosts are names here (`FULLSHARD_HOST`): ranks with different ones see nothing of each other but what goes
-through the store. Limits end a hang; times are printed with `-s`, not asserted.
+through the store. Limits end a hang; times are printed with `-s`, not asserted: when rank and host were
+named, when with what the rank does, and exit statuses.
 """
 
 from __future__ import annotations
@@ -74,8 +75,19 @@ MORE = [
     Case("stopped in backward", "abb", 2, late(2, SIGNAL), STILL),
     Case("stopped in the optimizer", "aab", 2, late(2, SIGNAL) + "|" + SILENT, STILL),
     Case("stopped in a save", "abb", 1, late(1, SIGNAL), STILL),
-    Case("forward alone", "ab", 1, r"rank 1 on node-b waits in torch.distributed.barrier .*none of them can"),
-    Case("two models", "ab", 1, "none of them can continue|rank 1 on node-b: has left"),
+    # Named when they are late; that neither will ever go on is known when both have stood still for longer.
+    Case(
+        *("forward alone", "ab", 1, late(1, "in in_barrier")),
+        r"rank 1 on node-b waits in torch.distributed.barrier .*none of them can",
+    ),
+    Case("full disk in a save", "abb", 1, "rank 1 on node-b reports: .*No space left", "No space left"),
+    Case("killed", "abc", 1, f"Stalled: .*rank 1 (on node-b: {GONE}|{SILENT})"),
+    Case("stopped", "abc", 2, f"Late: rank 2 {SILENT}", STILL),
+    Case("loop", "abc", 1, late(1, r"computing, at .*hang_cases.py:\d+ in loop"), STILL),
+    Case(
+        *("two models", "ab", 1, late(1, "in two_models")),
+        "none of them can continue|rank 1 on node-b: has left",
+    ),
 ]
 
 
@@ -96,7 +108,8 @@ def _problems(case: Case, ended: Ended) -> list[str]:
     text = "\n".join(ended.text(rank) for rank in case.far)
     if not re.search(case.named, text):
         wrong.append(f"{case}: not named as {case.named!r}:\n{text}")
-    if case.name == "loop" and not re.search(r"stack of rank 2 on node-b:\n.*\n.*in loop", text):
+    stack = rf"stack of rank {case.victim} on node-b:\n.*\n.*in loop"
+    if case.name == "loop" and not re.search(stack, text):
         wrong.append(f"{case}: no stack:\n{text}")
     return wrong
 
@@ -108,8 +121,10 @@ def _check(cases: list[Case], folder: Path, at_once: int) -> None:
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(_run, cases, [folder / str(number) for number in range(len(cases))]))
     for case, ended in zip(cases, found, strict=True):
-        named = ended.first(case.named, case.far)
-        print(f"| {case} | {'-' if named is None else f'{named:.1f}'} | {ended.statuses} |")
+        explained = ended.first(case.named, case.far)
+        named = ended.first(rf"{case.named}|rank {case.victim} on node-{case.hosts[case.victim]}", case.far)
+        shown = ["-" if at is None else f"{at:.1f}" for at in (named, explained)]
+        print(f"| {case} | {' | '.join(shown)} | {ended.statuses} |")
     # On a machine that is busy with other tests a rank may be late for other reasons: once more, alone.
     suspects = [case for case, ended in zip(cases, found, strict=True) if _problems(case, ended)]
     again = [(case, _run(case, folder / f"again-{number}")) for number, case in enumerate(suspects)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -48,3 +51,58 @@ def test_a_captured_graph_gets_no_events() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert watched.oldest() is None
+
+
+_SPINNING = """
+import logging, time
+import torch
+from torch import nn
+import fullshard as fs
+from fullshard.planning.network import Link, Network
+from fullshard.tools.simulation.group import Cluster, joined
+
+class Noted(logging.Handler):
+    def emit(self, record):
+        print(f"after {time.monotonic() - spins_since:.1f} s: {record.getMessage()}", flush=True)
+
+def spin(*_):
+    global spins_since
+    if spins:
+        spins_since = time.monotonic()
+        torch.cuda._sleep(8 * clock)
+
+spins, spins_since = False, time.monotonic()
+clock = getattr(torch.cuda.get_device_properties(0), "clock_rate", 2_000_000) * 1000
+logging.getLogger("fullshard").addHandler(Noted())
+with joined(Cluster(Network(8, Link(300e9)), torch.device("cuda"))):
+    blocks = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    model = fs.shard(blocks, merge_units=0, device="cuda")
+    model[3].register_forward_pre_hook(spin)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(64, 2048, device="cuda")
+    for step in range(5):
+        spins = step == 3
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"the host is done after {time.monotonic() - spins_since:.1f} s", flush=True)
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_stalled_stream_is_named_with_its_unit_while_the_host_goes_on() -> None:
+    """As one rank of a simulated cluster: on one card NCCL has one rank, which sends nothing."""
+    done = subprocess.run([sys.executable, "-c", _SPINNING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    host, named = (
+        re.search(pattern, done.stdout)
+        for pattern in (
+            r"the host is done after ([\d.]+) s",
+            r"after ([\d.]+) s: rank 0 on \S+: the device has not come to .*'?\b[34]\b",
+        )
+    )
+    assert host, done.stdout + done.stderr
+    assert named, done.stdout + done.stderr
+    assert float(host[1]) < 2.0  # nothing has waited for the device
+    assert float(named[1]) < 6.0, done.stdout

@@ -19,11 +19,13 @@ from fullshard.tools import cli
 NODES = ((0, 2), (1, 2), (0, 1))  # by rank: index in its node, ranks of its node
 
 
-def _measure(cache: str) -> dict[str, Any]:
+def _measure(cache: str, second_port: int) -> dict[str, Any]:
     os.environ.update(XDG_CACHE_HOME=cache, FULLSHARD_CLUSTER="test")
     probing._LARGEST_BYTES["cpu"] = 2**20  # of the command too, which has no such option
     one_node = probe(enough_s=0.01)
     started_for_it = not dist.is_initialized()
+    # At the first port, a rank may reach the store that rank 0 is about to close.
+    os.environ["MASTER_PORT"] = str(second_port)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = map(str, NODES[rank])
@@ -42,7 +44,7 @@ def _measure(cache: str) -> dict[str, Any]:
 
 
 def test_ranks_measure_each_level_and_agree_and_the_first_one_remembers(tmp_path: Any) -> None:
-    found = ranks.run(_measure, 3, str(tmp_path), fresh=True)
+    found = ranks.run(_measure, 3, str(tmp_path), ranks.free_port(), fresh=True)
     for rank in found:
         for name in ("one node", "uneven"):
             speeds = rank[name]

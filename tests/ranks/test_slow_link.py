@@ -1,4 +1,5 @@
-"""A slow link: two ranks, each in a network namespace, whose wire the kernel keeps to 20 Mbit/s.
+"""A slow link: two ranks, each in a network namespace, whose wire the kernel keeps to 20 Mbit/s; and one that
+loses packets.
 
 The numbers must be those of one process however late they come, and the bytes must really have gone over
 that wire at that pace. How fast engines are is not tested, only measured (bench/slow_link.py). This file is
@@ -64,23 +65,25 @@ def transmitted(interface: str) -> int:
     return int(counts.split()[8])
 
 
-def train_over_slow_link(folder: Path) -> list[dict[str, Any]]:
+def train_over_slow_link(folder: Path, lossy: bool) -> list[dict[str, Any]]:
     """Every rank's file, after both ended well and in time."""
     with namespaces.two_nodes() as nodes:
-        namespaces.shape(nodes, RATE_BITS_PER_S)
+        namespaces.shape(nodes, RATE_BITS_PER_S, lossy)
         commands = [
             [f"{warm.commands()}/python", __file__, str(rank), nodes[0].address, node.interface, str(folder)]
             for rank, node in enumerate(nodes)
         ]
         with namespaces.running(nodes, commands, folder) as started:
             namespaces.finish(started, folder, LIMIT_S)
+        assert not lossy or all(map(namespaces.num_lost, nodes))
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_training_over_a_slow_link_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lossy", [False, True], ids=["slow", "lossy"])
+def test_training_over_a_slow_link_has_the_numbers_of_one_process(tmp_path: Path, lossy: bool) -> None:
     try:
-        found = train_over_slow_link(tmp_path)
+        found = train_over_slow_link(tmp_path, lossy)
     except namespaces.Unavailable as error:
         pytest.skip(str(error))
     model = engines.build(Wide)

@@ -45,7 +45,14 @@ def _differing(what: str, strategy: str) -> str:
             optimizer.step()
         if what == "late rate" and second and step == 2:
             optimizer.param_groups[0]["lr"] = 0.5
-        optimizer.step()
+        if what == "gradients dropped" and second and step == 1:
+            optimizer.zero_grad()
+        if what == "a gradient dropped" and second and step == 3:
+            next(model.parameters()).grad = None
+        if what == "dropped in a closure":
+            optimizer.step(lambda: optimizer.zero_grad() if second and step == 1 else None)  # type: ignore[arg-type]
+        else:
+            optimizer.step()
 
     return _loop(model, optimizer, each)
 
@@ -58,6 +65,9 @@ DIFFERENT = {
     "late rate": "learning rates",
     "skipped": "rank 0: 1; rank 1: 0",
     "twice": "rank 0: 1; rank 1: 2",
+    "gradients dropped": "parameters that have a gradient",
+    "a gradient dropped": "parameters that have a gradient",
+    "dropped in a closure": "parameters that have a gradient",
 }
 
 

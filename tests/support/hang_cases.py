@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import checkpoint_crashes as crashes
 import fullshard as fs
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -210,6 +211,13 @@ def killed_in_a_save(run: Run) -> None:
     run.save()
 
 
+def full_disk_in_a_save(run: Run) -> None:
+    if RANK == VICTIM:
+        crashes.files.disk = crashes.failing("write", crashes.full)
+    event()
+    run.save()
+
+
 def stopped_in_a_load(run: Run) -> None:
     from fullshard.checkpoint import load
 
@@ -340,6 +348,7 @@ BOTH: dict[str, Callable[[Run], Any]] = {
     "stopped in a save": stopped_in_a_save,
     "stopped in a background save": lambda run: stopped_in_a_save(run, background=True),
     "killed in a save": killed_in_a_save,
+    "full disk in a save": full_disk_in_a_save,
     "stopped in a load": stopped_in_a_load,
     "stopped in backward": stopped_in_backward,
     "stopped in the optimizer": stopped_in_the_optimizer,

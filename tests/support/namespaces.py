@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -80,14 +81,17 @@ def _inside(namespace: str, hostname: str) -> tuple[str, ...]:
             "unshare", "--mount", "--uts", "sh", "-c", own, "sh")  # fmt: skip
 
 
-def shape(nodes: Sequence[Node], bits_per_s: float) -> None:
+def shape(nodes: Sequence[Node], bits_per_s: float, lossy: bool = False) -> None:
     """Let no node send faster than that from now on.
 
     Half a millisecond's worth may pass at once: with less the kernel's timers cannot keep up, with much more
     small messages would not feel the link. The queue holds 100 ms, so that TCP fills the link.
+
+    A lossy link has no queue: what does not pass at once is lost, and TCP sends it again.
     """
     burst = max(32 * 1024, round(bits_per_s / 8 / 2000))
-    rate = ["rate", f"{round(bits_per_s)}bit", "burst", f"{burst}b", "latency", "100ms"]
+    queue = ["limit", f"{burst}b"] if lossy else ["latency", "100ms"]
+    rate = ["rate", f"{round(bits_per_s)}bit", "burst", f"{burst}b", *queue]
     try:
         for node in nodes:
             assert node.namespace is not None, "loopback is not shaped"
@@ -95,6 +99,13 @@ def shape(nodes: Sequence[Node], bits_per_s: float) -> None:
             _run([_program("tc"), "-n", node.namespace, *options])
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"cannot shape a link here: {_because(error)}") from error
+
+
+def num_lost(node: Node) -> int:
+    """Packets that a shaped link has dropped."""
+    assert node.namespace is not None, "loopback is not shaped"
+    shown = _run([_program("tc"), "-n", node.namespace, "-s", "qdisc", "show", "dev", node.interface])
+    return sum(map(int, re.findall(r"dropped (\d+)", shown)))
 
 
 def cut(node: Node) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
+from fullshard.comm.store_link import reaching_the_store
+
 _NAMING = "_hash_ranks_to_str"
 
 
@@ -47,7 +49,8 @@ def times_called(store: Any, key: str, ranks: int) -> int:
 
     One counter for all ranks: none of them comes to the next call before all have made this one.
     """
-    return int(store.add(key, 1) - 1) // ranks
+    with reaching_the_store():
+        return int(store.add(key, 1) - 1) // ranks
 
 
 def _naming_function() -> Callable[[list[int]], str] | None:
@@ -65,8 +68,9 @@ def _naming_function() -> Callable[[list[int]], str] | None:
 
 def _know_equally_many_groups(store: Any, key: str, rank: int, ranks: list[int]) -> None:
     known = _known_groups()
-    store.set(f"{key} known to {rank}", str(known))
-    most = max(int(store.get(f"{key} known to {member}")) for member in ranks)
+    with reaching_the_store():
+        store.set(f"{key} known to {rank}", str(known))
+        most = max(int(store.get(f"{key} known to {member}")) for member in ranks)
     for _ in range(most - known):
         distributed_c10d.new_group([rank], use_local_synchronization=True)
 

@@ -19,30 +19,35 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, ReduceScatterOptions
 
 from fullshard import errors
+from fullshard.comm import gloo_rows
 from fullshard.comm.group_leases import lease_groups
 from fullshard.comm.host_group import HostGroup, first_group, open_recorder
 from fullshard.comm.step_report import StepReport
 from fullshard.comm.tags import CommObserver, OpTag
+from fullshard.comm.topology import Arrangement
 from fullshard.comm.watchdog import Operation, Watchdog
-from fullshard.environment import launch, refuse_tasks_without_ranks
+from fullshard.environment import host_name, launch, refuse_tasks_without_ranks
 from fullshard.errors import FullshardError, report_errors_as
 
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = _SCATTER.asyncOp = True
 _LEAVING_S = 2.0  # how long the last messages of a run may take at exit
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardGroup:
-    """Ranks among which a buffer is cut in equal rows. Gathers and reduces have a group each."""
+    """Ranks among which a buffer is cut in equal rows. Gathers and reduces have a group each.
 
-    def __init__(self, comm: Comm, ranks: list[int], name: str) -> None:
+    crosses_nodes: whether its messages go between nodes, over links that may be slow.
+    """
+
+    def __init__(self, comm: Comm, ranks: list[int], name: str, crosses_nodes: bool) -> None:
         self._comm, self._watchdog = comm, comm.watchdog
         self.rank, self.ranks = ranks.index(comm.world_rank), len(ranks)
         self._gather_name, self._reduce_name = f"gather{name}", f"reduce{name}"
         for channel in (self._gather_name, self._reduce_name):
             comm.recorder.declare(channel, [comm.members.index(r) for r in ranks])
         self.gather_group, self.reduce_group = comm.lease.group(ranks), comm.lease.group(ranks)
+        self._in_messages = crosses_nodes and gloo_rows.is_gloo(self.gather_group)
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | None:
         """All ranks' rows into `full`, as bytes; this rank's own is written already."""
@@ -51,25 +56,48 @@ class ShardGroup:
         comm, channel = self._comm, self._gather_name
         number = comm.begin(channel, tag)
         if not comm.staged:
-            # The group's own call: torch.distributed's wrapper costs more than the rest of our gather.
-            work = self.gather_group._allgather_base(full, own, _GATHER)
+            work = self._all_gather(self.gather_group, full, own)
             return Operation(self._watchdog, work, channel, number, None)
         host = torch.empty(full.shape, dtype=full.dtype)
         mine = host.view(self.ranks, -1)[self.rank]
         mine.copy_(own)
-        work = self.gather_group._allgather_base(host, mine, _GATHER)
+        work = self._all_gather(self.gather_group, host, mine)
         return Operation(self._watchdog, work, channel, number, lambda: full.copy_(host))
+
+    def gather_sums(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation:
+        """The same in the group of reduces, for what these have summed."""
+        number = self._comm.begin(self._reduce_name, tag)
+        target = torch.empty(full.shape, dtype=full.dtype) if self._comm.staged else full
+        source = own.cpu() if self._comm.staged else own
+        work = self._all_gather(self.reduce_group, target, source)
+        after = (lambda: full.copy_(target)) if self._comm.staged else None
+        return Operation(self._watchdog, work, self._reduce_name, number, after)
+
+    def _all_gather(self, group: Any, full: torch.Tensor, own: torch.Tensor) -> Any:
+        if self._in_messages and (pieces := gloo_rows.cuts(own.numel(), self.ranks)):
+            rows = full.view(self.ranks, -1)
+            if rows[self.rank].data_ptr() != own.data_ptr():
+                rows[self.rank].copy_(own)
+            return gloo_rows.exchange(group, self.rank, rows, [own] * self.ranks, pieces)
+        # The group's own call: torch.distributed's wrapper costs more than the rest of our gather.
+        return group._allgather_base(full, own, _GATHER)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: OpTag) -> Operation:
         """Row r of `sent` goes to rank r; what each rank sent to this one arrives in rows. As bytes."""
         comm, channel = self._comm, self._reduce_name
         number = comm.begin(channel, tag)
         if not comm.staged:
-            work = self.reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
-            return Operation(self._watchdog, work, channel, number, None)
-        host_sent, host = sent.cpu(), torch.empty(received.shape, dtype=received.dtype)
-        work = self.reduce_group.alltoall_base(host, host_sent, [], [], _EXCHANGE)
+            return Operation(self._watchdog, self._exchange(received, sent), channel, number, None)
+        host = torch.empty(received.shape, dtype=received.dtype)
+        work = self._exchange(host, sent.cpu())
         return Operation(self._watchdog, work, channel, number, lambda: received.copy_(host))
+
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
+        if self._in_messages and (pieces := gloo_rows.cuts(sent.numel() // self.ranks, self.ranks)):
+            rows, sent_rows = received.view(self.ranks, -1), sent.view(self.ranks, -1)
+            rows[self.rank].copy_(sent_rows[self.rank])
+            return gloo_rows.exchange(self.reduce_group, self.rank, rows, list(sent_rows), pieces)
+        return self.reduce_group.alltoall_base(received, sent, [], [], _EXCHANGE)
 
     def scatter(self, own: torch.Tensor, sent: torch.Tensor, tag: OpTag) -> Operation:
         """Row r of every rank's `sent`, summed on the way, arrives at rank r."""
@@ -132,14 +160,14 @@ class Comm:
     the rank in row j, column s, so a row's ranks together keep complete columns.
     """
 
-    def __init__(self, device: torch.device, grid: torch.Tensor, two_level: bool) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, arrangement: Arrangement) -> None:
+        self.device, grid = device, arrangement.grid
         self.world_rank = dist.get_rank()
         self.members = sorted(int(r) for r in grid.flatten())
         row, column = (int(v[0]) for v in torch.where(grid == self.world_rank))
         inner, outer = grid[row].tolist(), grid[:, column].tolist()
         self.all_ranks = len(self.members)
-        self.two_level = two_level and len(outer) > 1
+        self.two_level = arrangement.two_level and len(outer) > 1
         self.replica = 0 if self.two_level else row
         if self.two_level:
             self.rank, self.ranks, self.replicas = column * len(outer) + row, self.all_ranks, 1
@@ -167,7 +195,7 @@ class Comm:
         self.lease = lease_groups((str(grid.tolist()), self.two_level), first_group(self.members))
         self.lease.begin(self, self.recorder)
         with first_group(self.members).blocking("shard"):
-            self._create_groups(inner, outer)
+            self._create_groups(inner, outer, arrangement.rows_cross_nodes)
         # On the device the first rank's values go down its column of the grid, then along every row.
         self._row_source, self._column_source = inner[0], outer[0]
         cross = self.cross_node_group
@@ -179,10 +207,10 @@ class Comm:
         self.report = StepReport(self)
         _comms.add(self)
 
-    def _create_groups(self, inner: list[int], outer: list[int]) -> None:
+    def _create_groups(self, inner: list[int], outer: list[int], rows_cross_nodes: bool) -> None:
         self.host_group = HostGroup(self.members, "agreement", self.watchdog)
-        self.shard_group = ShardGroup(self, inner, "")
-        self.cross_node_group = ShardGroup(self, outer, " across") if len(outer) > 1 else None
+        self.shard_group = ShardGroup(self, inner, "", rows_cross_nodes)
+        self.cross_node_group = ShardGroup(self, outer, " across", True) if len(outer) > 1 else None
         self._small_group, self._small_ranks = self.shard_group.reduce_group, self.ranks
         if self.two_level:
             self._small_group = self.lease.group(self.members)
@@ -208,7 +236,7 @@ class Comm:
     # ---- hot path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
-        return self  # copies of a model, and of its state dict's values, control over the same groups
+        return self  # copies of a model, and of the values of its state dict, use the same groups
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation | CrossingGather | None:
         """All ranks' intervals into `full`, as bytes; this rank's own is written already."""
@@ -263,14 +291,7 @@ class Comm:
             return None
         if self.two_level:
             return self.gather(as_bytes(flat), as_bytes(own), tag)
-        number = self.begin("reduce", tag)
-        target = torch.empty(flat.shape, dtype=flat.dtype) if self.staged else flat
-        source = own.cpu() if self.staged else own
-        work = _all_gather(
-            as_bytes(target), as_bytes(source), group=self.shard_group.reduce_group, async_op=True
-        )
-        after = (lambda: flat.copy_(target)) if self.staged else None
-        return Operation(self.watchdog, work, "reduce", number, after)
+        return self.shard_group.gather_sums(as_bytes(flat), as_bytes(own), tag)
 
     def exchange_parts(
         self, received: torch.Tensor, sent: torch.Tensor, sizes: tuple[list[int], list[int]], tag: OpTag
@@ -432,7 +453,7 @@ def in_flight() -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Any dtype in_flight as bytes: bool, complex and 8-bit floats included."""
+    """The values of a tensor as bytes, of any dtype: bool, complex and 8-bit floats included."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(-1).view(torch.uint8)
@@ -464,9 +485,9 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch().ranks
 
 
-def error_fields(error: FullshardError | None) -> tuple[str, str, str] | None:
-    """An error as it is sent to other ranks."""
-    return None if error is None else (type(error).__name__, error.what, error.remedy)
+def error_fields(error: FullshardError | None) -> tuple[str, str, str, str] | None:
+    """An error as it is sent to other ranks, with the host where it happened."""
+    return None if error is None else (type(error).__name__, error.what, error.remedy, host_name())
 
 
 def raise_first_error(error: FullshardError | None, members: list[int], received: list[Any]) -> None:
@@ -475,8 +496,9 @@ def raise_first_error(error: FullshardError | None, members: list[int], received
         raise error
     for rank, other in zip(members, received, strict=True):
         if other is not None:
-            name, what, remedy = other
+            name, what, remedy, host = other
+            where = f" on {host}" if host != host_name() else ""
             kind = getattr(errors, name, None)
             if not (isinstance(kind, type) and issubclass(kind, FullshardError)):
                 kind = FullshardError  # one that a plugin defined
-            raise kind(f"rank {rank} reports: {what}", remedy)
+            raise kind(f"rank {rank}{where} reports: {what}", remedy)

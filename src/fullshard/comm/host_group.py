@@ -27,6 +27,7 @@ from fullshard.comm.recorder_files import (
     remove_abandoned,
     remove_if_empty,
 )
+from fullshard.comm.store_link import reaching_the_store
 from fullshard.comm.tags import OpTag
 from fullshard.comm.tree import Chain, Level, Tree
 from fullshard.comm.watchdog import Watchdog
@@ -258,7 +259,8 @@ def open_recorder(members: list[int], purpose: str) -> FlightRecorder:
         store = distributed_c10d._get_default_store()
         key = hashlib.sha256(f"{purpose} {members}".encode()).hexdigest()[:16]
         count = times_called(store, f"fullshard recorder {key}", len(members))
-        run = store.compare_set("fullshard run", "", os.urandom(16).hex())
+        with reaching_the_store():
+            run = store.compare_set("fullshard run", "", os.urandom(16).hex())
         name = hashlib.sha256(f"{run!r} {key} {count}".encode()).hexdigest()[:24]
     parent, prefix = records_parent(), records_prefix()
     remove_abandoned(parent, prefix)

@@ -1,11 +1,11 @@
 """A thread that notices when this process stands still: it writes where, and warns whom it waits for.
 
-Once per second it looks at this process's flight recorders, which costs microseconds while they move. Where
-one has not moved for two seconds, the thread writes a note for the other ranks: the line of the script, the
-stack, and the collective of torch.distributed in which the script waits, if any. Where this rank has waited
-for four, it logs a warning that names the late ranks and what they do; the next after twice the time. Nothing
-is raised here: a rank may be late for good reasons, and is waited for. Where ranks are on several hosts, it
-publishes and reads summaries as well (`host_watch`).
+Once per second it looks at this process's flight recorders, which costs microseconds while they move, and
+twice per second while one stands still. Where one has not moved for two seconds, the thread writes a note for
+the other ranks: the line of the script, the stack, and the collective of torch.distributed in which the
+script waits, if any. Where this rank has waited for four, it logs a warning that names the late ranks and
+what they do; the next after twice the time. Nothing is raised here: a rank may be late for good reasons, and
+is waited for. Where ranks are on several hosts, it publishes and reads summaries as well (`host_watch`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fullshard.comm.store_link import StoreLink, link_to_default_store
 from fullshard.environment import host_name
 
 _log = logging.getLogger("fullshard")
-_TICK_S = 1.0
+_TICK_S, _QUICK_TICK_S = 1.0, 0.5  # and while a recorder stands still
 _NOTE_S = 2.0
 WARN_S, DEVICE_S = 4.0, 4.0
 _STORE_S = 0.3  # to wait for the store, once per second; an answer that is later is for the next time
@@ -107,19 +107,28 @@ def _store() -> StoreLink | None:
 
 
 def _run() -> None:
+    tick_s = _TICK_S
     while True:
-        _new.wait(_TICK_S)  # a new recorder is published at once: a run may fail in its first second
+        _new.wait(tick_s)  # a new recorder is published at once: a run may fail in its first second
         _new.clear()
         with _lock:
             watched = list(_watched.items())
         _exchange_summaries([state.hosts for _, state in watched])
+        stands_s: dict[int, float] = {}
         for recorder, state in watched:
             try:
-                _look(recorder, state)
+                stands_s[recorder.thread] = _stands_s(recorder.thread, watched)
+                _look(recorder, state, stands_s[recorder.thread])
             except Exception as error:  # noqa: BLE001  a recorder that is closed meanwhile, a full log: no harm
                 _log.debug("the monitor failed: %r", error)
+        tick_s = _QUICK_TICK_S if any(s >= _TICK_S for s in stands_s.values()) else _TICK_S
         watched.clear()
         recorder = state = None  # type: ignore[assignment]  # they may be collected while this thread sleeps
+
+
+def _stands_s(thread: int, watched: list[tuple[FlightRecorder, _Watch]]) -> float:
+    """How long a thread has stood still: one that works with another model does not."""
+    return min(recorder.quiet_s() for recorder, _ in watched if recorder.thread == thread)
 
 
 def _exchange_summaries(watches: list[HostWatch]) -> None:
@@ -160,7 +169,7 @@ def _device_text(recorder: FlightRecorder, seconds: float = 0.0) -> str:
     return f"the device has not come to {recorder.operation(*recorder.stuck_on_device)}{during}"
 
 
-def _look(recorder: FlightRecorder, state: _Watch) -> None:
+def _look(recorder: FlightRecorder, state: _Watch, stands_s: float) -> None:
     _look_at_device(recorder, state)
     if recorder.sequence != state.sequence:
         if state.warned:
@@ -173,7 +182,7 @@ def _look(recorder: FlightRecorder, state: _Watch) -> None:
         )
         state.stacks.clear()
     state.quiet_s = quiet_s = recorder.quiet_s()
-    if quiet_s < _NOTE_S:
+    if min(quiet_s, stands_s) < _NOTE_S:
         return
     recorder.write_note(_own_note(recorder, state))
     blocked = recorder.blocked_in
@@ -185,11 +194,11 @@ def _look(recorder: FlightRecorder, state: _Watch) -> None:
         return
     standings = standing.standings(recorder, *blocked)
     if quiet_s < state.next_warning_s:
-        state.earlier = standings
+        state.earlier = {**standings, **state.earlier}
         return
-    state.next_warning_s *= 2
     if text := standing.warning(recorder, quiet_s, standings, state.earlier):
-        state.warned = True
+        state.next_warning_s *= 2
+        state.earlier, state.warned = {}, True
         _log.warning("%s", text)
 
 
@@ -223,9 +232,11 @@ def _stack(first: int) -> str:
     """Of all threads of this process, the one that uses the recorder first; the innermost lines of each."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
+    # This one has `frames` among its variables: a cycle that would keep what all threads compute with.
+    del frames[threading.get_ident()]
     texts, room = [], _STACK_SIZE
     for ident in sorted(frames, key=lambda each: (each != first, each)):
-        if ident == threading.get_ident() or str(names.get(ident, "")).startswith("fullshard "):
+        if str(names.get(ident, "")).startswith("fullshard "):
             continue
         lines = [f"  {f.filename[-80:]}:{f.lineno} in {f.name}" for f in _frames(frames[ident])]
         text = "\n".join([f"thread {names.get(ident, ident)}, innermost first:", *lines])

@@ -3,7 +3,7 @@
 Flags of used parameters are followed by rows. Each rank writes its own, so that after a maximum every rank
 has all of them:
 
-    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, four checksums
+    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, five checksums
 
 A row describes the optimizer steps on these parameters since the last report. Ranks that stepped differently,
 or with other settings, would train parts of one model in different ways. The rows are looked at when the next
@@ -29,14 +29,15 @@ from fullshard.comm.watchdog import Operation, Watchdog
 from fullshard.errors import RankMismatch
 
 _MOST_ROWS = 64
-_ROW = 18  # bytes: a mark, the number of steps, four checksums of 4; then the same inverted
+_ROW = 22  # bytes: a mark, the number of steps, five checksums of 4; then the same inverted
 _STEPS = slice(1, 2)
 _PARTS = (
     (slice(2, 6), "classes of optimizers, or the parameters that they hold"),
     (slice(6, 10), "hyper-parameters"),
     (slice(10, 14), "learning rates"),
+    (slice(14, 18), "parameters that have a gradient"),
 )
-_OPERATIONS = slice(14, 18)
+_OPERATIONS = slice(18, 22)
 _SAME_CALLS = "Every rank must make the same calls on a sharded model in the same order."
 
 
@@ -61,7 +62,7 @@ class StepReport:
 
     def __init__(self, comm: _Ranks) -> None:
         self._comm = comm
-        self._steps, self._sums = 0, [0, 0, 0]
+        self._steps, self._sums = 0, [0] * len(_PARTS)
         self._more_to_come = False
         self._in_flight: tuple[Operation | None, torch.Tensor, int] | None = None  # its tensor, flags in it
         self._arriving: tuple[torch.Tensor, Any] | None = None  # rows on the host once the event has passed
@@ -78,10 +79,17 @@ class StepReport:
             operation, message, flags = self._in_flight
             if operation is not None:
                 operation.wait()
-            self._compare_operations(message[flags:].numpy().tobytes())
+            self._compare_operations(message[flags:].cpu().numpy().tobytes())
         self._steps += 1
         for index, value in enumerate((identity, settings, rates)):
-            self._sums[index] = (self._sums[index] + value) & 0xFFFFFFFF
+            self._add(index, value)
+
+    def note_gradients(self, present: int) -> None:
+        """A checksum of which parameters have a gradient, when the optimizer comes to look at them."""
+        self._add(len(_PARTS) - 1, present)
+
+    def _add(self, index: int, value: int) -> None:
+        self._sums[index] = (self._sums[index] + value) & 0xFFFFFFFF
 
     def exchange(self, used: list[bool], more_to_come: bool = False) -> list[bool]:
         """Which flags any rank has set. A rank that has set them all does not wait for the others.
@@ -110,7 +118,7 @@ class StepReport:
         rows = bytearray(2 * _ROW * count)
         at = 2 * _ROW * (members.index(self._comm.world_rank) % count)
         rows[at : at + 2 * _ROW] = own + _inverted(own)
-        self._steps, self._sums = 0, [0, 0, 0]
+        self._steps, self._sums = 0, [0] * len(_PARTS)
         message = torch.frombuffer(bytearray(used) + rows, dtype=torch.uint8)
         return message if self._comm.device.type == "cpu" else _to_device(message, self._comm.device)
 
@@ -206,7 +214,7 @@ def _to_device(message: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _mismatch(rows: list[tuple[str, bytes]]) -> RankMismatch:
     remedy = (
         "Build the same optimizer on all ranks, change its settings on all ranks alike (a scheduler that "
-        "looks at a loss needs one that all ranks share), and call step() on all or on none."
+        "looks at a loss needs one that all ranks share), and call step() and zero_grad() on all or on none."
     )
     steps = [(ranks, row[_STEPS][0]) for ranks, row in rows]
     if len({count for _, count in steps}) > 1:

@@ -10,12 +10,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
+
+from fullshard.errors import Stalled
 
 _TIMEOUT = timedelta(seconds=2)
 _AGAIN_S = 3.0  # after a failure
@@ -71,12 +75,34 @@ class StoreLink:
                 done.set()
 
 
-def link_to_default_store() -> StoreLink | None:
-    """To the store of the default process group, if that is one that other hosts reach: a TCPStore."""
+def _tcp_store() -> TCPStore | None:
+    """That of the default process group, if other hosts reach it."""
     store = distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, TCPStore):
+    return store if isinstance(store, TCPStore) else None
+
+
+@contextmanager
+def reaching_the_store() -> Iterator[None]:
+    """Around calls to the run's store: where it is gone, the error says where it was."""
+    try:
+        yield
+    except dist.DistError as error:
+        store = _tcp_store()
+        where = "" if store is None else f" at {store.host}:{store.port}"
+        reason = str(error).splitlines()[0]
+        raise Stalled(
+            f"the run's store{where} cannot be reached: {reason}. The process that holds it, rank 0 or its "
+            "launcher, has ended, or its host is lost",
+            "Look at the log of that process and host; start the run again from its newest checkpoint.",
+        ) from error
+
+
+def link_to_default_store() -> StoreLink | None:
+    """To the store of the default process group, if that is one that other hosts reach: a TCPStore."""
+    store = _tcp_store()
+    if store is None:
         return None
     host, port = store.host, store.port
 

@@ -75,11 +75,17 @@ class Arrangement:
     grid: torch.Tensor
     two_level: bool = False
     why_flat: str = ""  # ranks are on several nodes, but not in a way that two levels can use
+    one_per_node: bool = False
 
     @property
     def nodes(self) -> int:
         """How many groups sum gradients among themselves before these sums are added up."""
         return len(self.grid)
+
+    @property
+    def rows_cross_nodes(self) -> bool:
+        """Whether the ranks of a row are on several nodes."""
+        return self.one_per_node or bool(self.why_flat)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place]) -> Arrang
     row = grid[0].tolist()
     sizes = sorted({place.local_ranks for place in places}, reverse=True)
     if sizes[0] == 1 or sizes[0] >= len(row) == dist.get_world_size():
-        return Arrangement(grid)
+        return Arrangement(grid, one_per_node=sizes[0] == 1)
     if len(sizes) > 1:
         return Arrangement(grid, why_flat=f"nodes of {' and '.join(map(str, sizes))} ranks")
     numbered = zip(sorted(row), places, strict=True)
@@ -129,7 +135,7 @@ def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place]) -> Arrang
     if len(counts) > 1:
         return Arrangement(grid, why_flat=f"{' and '.join(map(str, sorted(counts)))} of the ranks on a node")
     if len(by_node) == 1 or counts == {1}:
-        return Arrangement(grid)
+        return Arrangement(grid, one_per_node=len(by_node) > 1)
     return Arrangement(torch.tensor(list(by_node.values())), two_level=True)
 
 

@@ -54,6 +54,16 @@ class Operation:
                 self._after = None
 
 
+def _is_of_a_signal_handler(error: RuntimeError) -> bool:
+    """Whether it was raised by other Python code that ran while a collective was waited for, such as torch's
+    handler for lost workers of a DataLoader. What fails in a collective is raised by C++, into our frame."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    module = "" if place is None else str(place.tb_frame.f_globals.get("__name__"))
+    return place is not None and not module.startswith(("fullshard.", "torch.distributed."))
+
+
 class Watchdog:
     """Waits for operations while it watches the other ranks' flight recorders.
 
@@ -180,6 +190,8 @@ class Watchdog:
     def _still_waiting(
         self, error: RuntimeError, channel: str, number: int, begun: float, failed: bool = False
     ) -> None:
+        if _is_of_a_signal_handler(error):
+            raise error
         verdict, remedy = self.recorder.verdict(channel, number), _REMEDY
         timed_out = "imed out" in str(error) or "imeout" in str(error)
         if verdict is None and not timed_out:
