@@ -63,7 +63,9 @@ class Offload:
             value = getattr(self, name)
             if not (value == "auto" or (name == "host" and value is None)):
                 object.__setattr__(self, name, _bytes(name, value))
-        if self.disk is not None and not isinstance(self.disk, str | os.PathLike):
+        if self.disk is not None and (
+            not isinstance(self.disk, str | os.PathLike) or not os.fspath(self.disk)
+        ):
             raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
         if not isinstance(self.kinds, tuple) or not self.kinds or set(self.kinds) - set(KINDS):
             raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")

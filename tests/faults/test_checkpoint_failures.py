@@ -525,8 +525,11 @@ def test_background_save_is_completed_when_the_script_ends_at_once(tmp_path: Pat
     assert [p for p in (tmp_path / "root").iterdir() if p.name != "step-1"] == [], texts
 
 
-def test_background_save_that_fails_while_the_script_ends_is_told_on_stderr(tmp_path: Path) -> None:
-    [(_, text)] = _run_script(tmp_path, "fails", 1)
+def test_background_save_that_fails_while_the_script_ends_is_told_on_stderr_and_by_the_exit_code(
+    tmp_path: Path,
+) -> None:
+    [(code, text)] = _run_script(tmp_path, "fails", 1)
+    assert code == 1, text
     assert "step-1 was not saved" in text
     assert "No space left on device" in text
     assert os.listdir(tmp_path / "root") == []

@@ -561,3 +561,25 @@ def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None
     assert buffers.take() is first
     value.complete()
     assert bytes(value.path.read_bytes()[value._slot_bytes :][:8192]) == bytes(first)
+
+
+def _with_few_open_files(folder: Path, may_raise: bool) -> Any:
+    """Values on disk where only three more files may be open than are."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(int(name) for name in os.listdir("/proc/self/fd")) + 4
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1] if may_raise else soft))
+    folder.mkdir()
+    try:
+        values = [DiskValue(folder / f"{my_rank()}-{number}", 64, torch.float32) for number in range(16)]
+        tensors = [value.tensor() for value in values]
+        return len(tensors), resource.getrlimit(resource.RLIMIT_NOFILE)[0] > soft
+    except OffloadError as error:
+        return str(error)
+
+
+def test_more_values_than_open_files_are_allowed_raise_the_limit_or_name_it(tmp_path: Path) -> None:
+    """In processes of their own: a limit that was lowered cannot be raised again."""
+    assert ranks.run(_with_few_open_files, 1, tmp_path / "a", True, fresh=True) == [(16, True)]
+    [message] = ranks.run(_with_few_open_files, 1, tmp_path / "b", False, fresh=True)
+    assert "Too many open files" in message
+    assert "ulimit -n" in message

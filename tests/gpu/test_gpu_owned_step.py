@@ -62,5 +62,5 @@ def _step_beside_one_process() -> dict[str, bool]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_entire_tensors_step_on_a_gpu_with_the_bits_of_one_process(num_ranks: int) -> None:
-    for found in ranks.run(_step_beside_one_process, num_ranks, timeout_s=120):
+    for found in ranks.run(_step_beside_one_process, num_ranks, init=num_ranks > 1, timeout_s=120):
         assert all(found.values()), found

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard import api
 from fullshard.byte_sizes import parse_size, size, size_option
 from fullshard.errors import OffloadError, OptionError
 from fullshard.offload import Offload, parse
@@ -27,6 +29,11 @@ from fullshard.plan.homes import (
 
 CAST, PLAIN = LaneBytes(20, 40, 40, 80, 10), LaneBytes(40, 0, 40, 80, 10)
 EVERYTHING = LaneHomes("host", "host", "host", "host")
+
+
+def test_a_disk_without_a_name_is_refused() -> None:
+    with pytest.raises(OptionError, match="path of a folder"):
+        Offload(disk="")
 
 
 def test_without_a_limit_everything_stays_on_the_device() -> None:
@@ -216,3 +223,15 @@ def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
     # A step on the host has there what does not rest there.
     assert slab_bytes([CAST], [EVERYTHING], 1000, "host") == 0
     assert slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, "host") == SLAB_SETS * 60
+
+
+def test_a_model_that_is_offloaded_and_computes_on_the_host_beside_a_gpu_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warn = api._warn_of_computing_on_the_host
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    warn(torch.device("cpu"))  # nothing else could be meant
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    warn(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="device='cuda'"):
+        warn(torch.device("cpu"))

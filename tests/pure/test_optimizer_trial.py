@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import optimizer_kinds as kinds
-from fullshard.engine.optimizer_trial import Placed, Verdict, try_on_shards, try_owned
+from fullshard.engine.optimizer_trial import Placed, Verdict, try_in_chunks, try_on_shards, try_owned
 
 
 def _model() -> nn.Module:
@@ -32,6 +32,17 @@ def _try(optimizer: torch.optim.Optimizer, closure: bool = False, align: int = 1
     return try_on_shards(optimizer, _placed(held, align), closure)
 
 
+IN_CHUNKS = [
+    kinds.Plain, kinds.Signed, kinds.StateInConstructor, kinds.CountsInState,
+    torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD,
+]  # fmt: skip
+NOT_IN_CHUNKS = {
+    kinds.CountsInList: "from one call to the next",
+    kinds.DecaysAll: "parameters that have no gradient",
+    kinds.KeepsBuffers: "from one call to the next",
+    kinds.WithForeach: "raises RuntimeError: Tensor list must have at least one tensor",
+    kinds.NestedState: "'past' of parameter 'a synthetic parameter' is not one value per element",
+}
 ELEMENT_WISE = [
     kinds.Plain, kinds.Signed, kinds.ByGradientNorm, kinds.WithForeach, kinds.StateInConstructor,
     torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Rprop, torch.optim.ASGD,
@@ -68,6 +79,48 @@ def test_optimizer_that_mixes_elements_is_found_out_with_the_reason(kind: Any) -
     assert parts[-1] in finding
 
 
+def _try_chunks(kind: Any, closure: bool = False) -> Verdict:
+    optimizer = kind(_model().parameters(), lr=0.01)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return try_in_chunks(optimizer, _placed(held), closure)
+
+
+@pytest.mark.parametrize("kind", IN_CHUNKS, ids=lambda kind: kind.__name__)
+def test_optimizer_whose_step_may_run_in_chunks_passes(kind: Any) -> None:
+    for closure in (False, True):
+        assert _try_chunks(kind, closure) == Verdict(None)
+
+
+@pytest.mark.parametrize("kind", NOT_IN_CHUNKS, ids=lambda kind: kind.__name__)
+def test_optimizer_that_is_element_wise_and_not_right_in_chunks_is_found_out(kind: Any) -> None:
+    assert _try(kind(_model().parameters(), lr=0.01)).finding is None
+    assert NOT_IN_CHUNKS[kind] in str(_try_chunks(kind).finding)
+
+
+class ByMark(kinds.Plain):
+    """Has a rule of its own for parameters with an attribute."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * p.norm() if getattr(p, "layers", ()) == (3,) else kept
+
+
+def test_rule_for_one_parameter_with_an_attribute_is_seen() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    assert _try(ByMark(model.parameters())).finding is None
+    model[7].weight.layers = (3,)  # type: ignore[assignment]
+    assert "the norm" in str(_try(ByMark(model.parameters())).finding)
+
+
+class EverySo(kinds.Plain):
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept * p.norm() if state["step"] % group["every"] == 0 else kept
+
+
+@pytest.mark.parametrize("every", [30, 64, 100, 128, 256, 500, 512, 1000, 1024, 10_000])
+def test_rule_that_holds_every_so_many_steps_is_seen(every: int) -> None:
+    assert "the norm" in str(_try(EverySo(_model().parameters(), every=every)).finding)
+
+
 class ByCalls(kinds.ByParameterNorm):
     """Counts in a list, which a step in several calls does not set back."""
 
@@ -80,16 +133,8 @@ class ByCalls(kinds.ByParameterNorm):
         return super().update(p, kept, group, state) / (1 + self.counts[0])
 
 
-class DecayingAll(kinds.ByParameterNorm):
+class DecayingAll(kinds.DecaysAll, kinds.ByParameterNorm):
     """Also changes parameters without a gradient."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.99)
-        return loss
 
 
 class CountingUsed(kinds.ByParameterNorm):

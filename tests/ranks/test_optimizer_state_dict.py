@@ -52,26 +52,50 @@ def _values(model: nn.Module) -> list[list[float]]:
         return [p.detach().flatten().tolist() for p in model.parameters()]
 
 
+def _refused(state: dict[str, Any]) -> str:
+    try:
+        torch.save(state, io.BytesIO())
+    except fs.FullshardError as error:
+        return str(error)
+    return ""
+
+
 def _refusals() -> list[str]:
     model, optimizer = _sharded()
     _step(model, optimizer, _batch(0, _rank()))
-    full = stock.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered = stock.get_optimizer_state_dict(model, optimizer, options=full)  # torch gathers what it knows
-    said = []
-    for state in (optimizer.state_dict(), gathered):
-        try:
-            torch.save(state, io.BytesIO())
-            said.append("")
-        except fs.FullshardError as error:
-            said.append(str(error))
-    return said
+    return [_refused(model.state_dict()), _refused(optimizer.state_dict())]
 
 
 def test_saving_one_ranks_part_of_the_state_as_if_it_were_all_is_refused() -> None:
-    # In new processes: where fullshard.torch_fsdp was imported, torch gathers whole values.
-    first, second = ranks.run(_refusals, 2, fresh=True)
-    assert all("of 35 elements" in message for message in first)
-    assert "of 35 elements" in second[0]
+    for messages in ranks.run(_refusals, 2):
+        assert all("of 35 elements" in message for message in messages)
+
+
+def _through_torchs_functions(strategy: str) -> Any:
+    """Full state dicts by torch's functions, into another model, and a step with it."""
+    model, optimizer = _sharded(strategy)
+    for step in range(2):
+        _step(model, optimizer, _batch(step, _rank()))
+    full = stock.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = stock.get_state_dict(model, optimizer, options=full)
+    kept = bool(weights), bool(state)
+    torch.save([weights, state], io.BytesIO())
+    other, its = _sharded(strategy)
+    options = stock.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    stock.set_model_state_dict(other, weights, options=options)
+    stock.set_optimizer_state_dict(other, its, state, options=options)
+    _step(other, its, _batch(2, _rank()))
+    return kept, _values(other)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
+def test_full_state_dicts_of_torchs_functions_are_full_and_go_on(strategy: str) -> None:
+    """In new processes: nothing else of ours is imported that might change torch's functions."""
+    expected, _ = _reference(3, 2)
+    for rank, (kept, values) in enumerate(ranks.run(_through_torchs_functions, 2, strategy, fresh=True)):
+        assert kept == (rank == 0, rank == 0)
+        for mine, whole in zip(values, expected.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), whole.detach().flatten(), rtol=2e-5, atol=2e-6)
 
 
 def _loads_whole(saved: dict[str, Any], weights: dict[str, Any]) -> list[list[float]]:

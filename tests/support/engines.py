@@ -152,6 +152,11 @@ def whole(engine: str, model: nn.Module) -> dict[str, Tensor]:
 Event = Callable[[str], None]
 
 
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """The full parameters of a model that may be sharded by us."""
+    return whole("fullshard", model) if hasattr(model, "_fullshard") else reference.whole_parameters(model)
+
+
 def train(
     engine: str, model: nn.Module, optimizer: torch.optim.Optimizer, at: Event = lambda _: None
 ) -> Trace:

@@ -66,6 +66,23 @@ class StateInConstructor(Plain):
         return kept / state["sum"].addcmul_(kept, kept).sqrt()
 
 
+class CountsInState(Plain):
+    """Counts steps under a name among the states, and in a state of one element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        counts = self.state.setdefault("all", {"steps": 0})  # type: ignore[call-overload]
+        counts["steps"] += 1
+        self.count = counts["steps"]
+        super().step()
+        return loss
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        weight = state.setdefault("weight", torch.zeros(1)).mul_(0.9).add_(1)
+        return kept / weight / self.count
+
+
 class OwnKernel(Plain):
     """A kernel that is not torch's: it gets plain gradients."""
 
@@ -103,6 +120,47 @@ def compiled_adamw(params: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(params, lr=0.01, eps=1e-4)
     optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
     return optimizer
+
+
+class CountsInList(Plain):
+    """Counts calls where a step in several of them does not set it back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.counts = [getattr(self, "counts", [0])[0] + 1]
+        return super().step(closure)
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return kept / self.counts[0]
+
+
+class DecaysAll(Plain):
+    """Also changes parameters without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return loss
+
+
+class KeepsBuffers(Plain):
+    """Keeps what it has for a parameter beside the states."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        buffers = self.__dict__.setdefault("buffers", {})
+        return buffers.setdefault(p, torch.zeros_like(p)).mul_(0.5).add_(kept)  # type: ignore[no-any-return]
+
+
+class NestedState(Plain):
+    """Keeps tensors in a container in a state."""
+
+    def update(self, p: torch.Tensor, kept: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        past = state.setdefault("past", [torch.zeros_like(p), torch.zeros_like(p)])
+        past[0].mul_(0.5).add_(kept)
+        return past[0]  # type: ignore[no-any-return]
 
 
 class ByBlocks(Plain):

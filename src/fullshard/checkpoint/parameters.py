@@ -45,6 +45,11 @@ class Site:
         return tuple(self.parameter.shape) if self.lane is None else self.piece.global_shape
 
     @property
+    def is_unsharded(self) -> bool:
+        """Whether this rank has all elements, in their shape."""
+        return self.lane is None or (self.lane.replicated and self.piece.region is None)
+
+    @property
     def interval(self) -> list[int]:
         """This rank's elements: [start, stop), then offsets and sizes of a tensor-parallel region, if any."""
         if self.lane is None:

@@ -18,8 +18,9 @@ from torch import nn
 from fullshard.checkpoint import commit, random_state
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.values import Encoder
-from fullshard.checkpoint.saving import contents, extra_values
+from fullshard.checkpoint.saving import contents, extra_values, optimizer_state
 from fullshard.checkpoint.saving.background import Saving, finish_earlier
+from fullshard.checkpoint.saving.compared import Checksums
 from fullshard.checkpoint.saving.contents import Contents
 from fullshard.checkpoint.saving.extra_values import ExtraValues
 from fullshard.checkpoint.saving.job import Description, Job
@@ -122,6 +123,8 @@ def save(
     (saved, description), digests = control.share(
         lambda: _collect(runtime, model, optimizer, (dtype, frozen)), "collecting what to save"
     )
+    differing_keys = saved.compared.differing([of_rank.compared for of_rank in digests])
+    optimizer_state.settle(saved, differing_keys)
     values = extra_values.split_by_rank(encoded, [request.extra for request in requests])
     own, first = digests[control.index].replicated, digests[0].replicated
     _add_own_values(runtime, saved, values, {name for name in own if own[name] != first.get(name)})
@@ -245,6 +248,7 @@ class _Digests:
 
     tensors: str
     replicated: dict[str, int]
+    compared: Checksums
 
 
 def _collect(
@@ -253,13 +257,14 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     of_model: tuple[torch.dtype | None, bool],
 ) -> tuple[tuple[Contents, Description], _Digests]:
-    saved, (dtype, frozen) = Contents(encoder=_encoder(runtime)), of_model
+    (dtype, frozen), inline = of_model, _inline_bytes(runtime)
+    saved = Contents(encoder=Encoder(inline, of_optimizer=True), shared=Encoder(inline, of_optimizer=True))
     contents.add_model(saved, runtime, model, dtype, frozen)
     if optimizer is not None:
-        contents.add_optimizer(saved, runtime, model, optimizer)
+        optimizer_state.add_optimizer(saved, runtime, model, optimizer)
     tensors = hashlib.sha256(repr(_tensors(saved)).encode()).hexdigest()
     replicated = {name: contents.digest(value) for name, value in saved.replicated.items()}
-    digests = _Digests(tensors, replicated | contents.module_digests(saved))
+    digests = _Digests(tensors, replicated | contents.module_digests(saved), saved.compared.checksums())
     return (saved, _describe(runtime, model, dtype, frozen)), digests
 
 
@@ -276,12 +281,18 @@ def _add_own_values(runtime: Runtime, saved: Contents, values: ExtraValues, diff
     values.add_own("values", own, encoder)
     values.add_own("modules", modules)
     values.add_own("optimizer", saved.own, saved.encoder)
+    if runtime.comm.world_rank == runtime.comm.world.members[0]:
+        values.own_tensors |= saved.shared.tensors
     state = of_random.encode(random_state.capture(runtime.comm.device), "random")
     values.add_own("random", state, of_random)
 
 
 def _encoder(runtime: Runtime) -> Encoder:
-    return Encoder(extra_values.inline_bytes(len(runtime.comm.world.members)))
+    return Encoder(_inline_bytes(runtime))
+
+
+def _inline_bytes(runtime: Runtime) -> int:
+    return extra_values.inline_bytes(len(runtime.comm.world.members))
 
 
 def _agreed_plans(control: ControlGroup, saved: Contents, digests: list[str]) -> dict[str, list[FilePlan]]:

@@ -26,6 +26,7 @@ import itertools
 import mmap
 import os
 import re
+import resource
 import secrets
 import shutil
 import socket
@@ -250,6 +251,22 @@ class _Descriptor:
 _Known = tuple[int, int, int | None]  # first byte, number of bytes, checksum
 
 
+def _create(path: Path) -> int:
+    """A new file, open as long as its value lives: a large model has thousands.
+
+    The usual limit of 1,024 open files is a soft one, which a process may raise for itself.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, flags, 0o600)
+
+
 class DiskValue:
     """One flat value in a file of two slots."""
 
@@ -266,7 +283,7 @@ class DiskValue:
         self._has_direct = hasattr(os, "O_DIRECT")
         self._wrote_directly = False  # in this step
         try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            number = _create(path)
             self._file = _Descriptor(number)
             try:
                 os.posix_fallocate(number, 0, 2 * self._slot_bytes)
@@ -276,10 +293,10 @@ class DiskValue:
                 raise
         except OSError as error:
             needs = f"{2 * self._slot_bytes / 2**30:.2f} GiB"
-            raise OffloadError(
-                f"{path} cannot be made, which needs {needs}: {error}",
-                "Free space on this disk, or give another folder.",
-            ) from error
+            remedy = "Free space on this disk, or give another folder."
+            if error.errno == errno.EMFILE:
+                remedy = "Every value on disk is an open file: raise the limit of this process (ulimit -n)."
+            raise OffloadError(f"{path} cannot be made, which needs {needs}: {error}", remedy) from error
         self.address = self._map(None, 0)
 
     def _map(self, address: int | None, slot: int) -> int:

@@ -8,13 +8,16 @@ or over a row does shows there, whatever its name:
     gradients   vary in scale from step to step and from element to element, and are partly zero; on shards
                 they are gradient shards, whose norms and sums are finished over the ranks of the trial
     steps       some dozens; then all counters of the copy are set forward, past 100, 500, 1000, 10 000 and
-                100 000: a rule that begins late is seen as well
+                100 000, and to powers of two: a rule that begins late, or holds now and then, is seen as well
     sizes       a few parameters at their real size and cut (shortened if they are large), because
                 optimizers that keep states in blocks do so from some size on
 
 What is not element-wise is tried once more, as owners of tensors would run it (`owned_step`): on entire
 tensors, on some of the parameters only, the others without gradients, in several calls per step. If that
 makes the same values, and numbers, it looks at each tensor by itself.
+
+What is element-wise, and is to step in chunks (`streamed_step`), is tried in these: several calls per step,
+in which all other parameters have no gradient, and a tensor is cut.
 
 Neither the optimizer nor random number generators are changed. The result is the same on every rank: it
 depends on the optimizer's class, its settings and the layout alone.
@@ -32,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -43,13 +47,15 @@ from fullshard.comm.groups import Comm
 from fullshard.engine.gradients import GradShard
 from fullshard.engine.norms import PartialNorm
 from fullshard.engine.step_numbers import Numbers
+from fullshard.engine.streamed_step import ElementState, Part
 from fullshard.errors import FullshardError
 from fullshard.plan.layout import shard_shape
 
 _RANKS = 3  # of a trial
 _STEPS = 40
 _REAL_STEPS, _REAL_JUMPS = 3, (98, 998)  # on parameters of real size
-_JUMPS = (98, 498, 998, 9_998, 99_998)  # counters are set to these, for _AFTER_JUMP steps each
+# Counters are set to these, for _AFTER_JUMP steps each.
+_JUMPS = (62, 98, 126, 254, 498, 510, 998, 1022, 9_998, 99_998)
 _AFTER_JUMP = 3
 _SAMPLES, _PER_GROUP, _REAL_SAMPLES = 9, 3, 4
 _BLOCK = 256  # elements; lanes align parameters to it where that pads little
@@ -142,6 +148,17 @@ def try_owned(
     return _tried(_Trial(optimizer, placed, closure, list(modules)), _by_owners)
 
 
+def try_in_chunks(
+    optimizer: torch.optim.Optimizer,
+    placed: Mapping[int, Placed],
+    closure: bool,
+    modules: Iterable[nn.Module] = (),
+) -> Verdict:
+    """Try a copy of one that is element-wise as a step in chunks would run it. `finding`: why that is not
+    right."""
+    return _tried(_Trial(optimizer, placed, closure, list(modules)), _in_chunks)
+
+
 def _tried(trial: _Trial, judge: Callable[[_Trial], Verdict]) -> Verdict:
     with _undisturbed(trial.optimizer), _without_compilation():
         try:
@@ -168,6 +185,14 @@ def _by_owners(trial: _Trial) -> Verdict:
     except _Incomparable as error:
         return Verdict(str(error), tried=False)
     return Verdict(None) if found is None else Verdict(found.text, random=found.random)
+
+
+def _in_chunks(trial: _Trial) -> Verdict:
+    try:
+        found = trial.of_chunks()
+    except _Incomparable as error:
+        return Verdict(str(error), tried=False)
+    return Verdict(None if found is None else found.text)
 
 
 @dataclass(frozen=True)
@@ -218,6 +243,15 @@ class _Trial:
             if found is not None:
                 return found
         return None
+
+    def of_chunks(self) -> _Finding | None:
+        """The first difference between one process and steps on chunks of its parameters."""
+        chosen = _chosen(self.optimizer, self.placed)
+        samples = [_small(p, self.placed, i) for i, p in enumerate(chosen)]
+        course, single, copying, _ = self._course(samples, _STEPS, _JUMPS)
+        player = _Chunks(copying, samples, course)
+        player.play()
+        return _difference_in_chunks(course, single, player)
 
     def _is_right_in_blocks(self, chosen: Sequence[nn.Parameter]) -> bool:
         """Whether it is right as long as no block is cut, and the layout cuts none."""
@@ -293,7 +327,7 @@ def _chosen(optimizer: torch.optim.Optimizer, placed: Mapping[int, Placed]) -> l
     each = (
         [groups[i * len(groups) // _SAMPLES] for i in range(_SAMPLES)] if len(groups) > _SAMPLES else groups
     )
-    counts = [max(_PER_GROUP, len({len(placed[id(p)].shape) for p in mine})) for mine in each]
+    counts = [max(_PER_GROUP, len({_kind(p, placed) for p in mine})) for mine in each]
     rounds = [
         mine[i]
         for i in range(max(counts, default=0))
@@ -315,13 +349,20 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _different(parameters: list[nn.Parameter], placed: Mapping[int, Placed]) -> list[nn.Parameter]:
-    """One of each number of dimensions first, and of these a matrix."""
-    firsts: dict[int, nn.Parameter] = {}
+    """One of each number of dimensions first, and of these a matrix; then those with other attributes."""
+    firsts: dict[tuple[int, str], nn.Parameter] = {}
     for parameter in parameters:
-        firsts.setdefault(len(placed[id(parameter)].shape), parameter)
-    ordered = [firsts[dims] for dims in sorted(firsts, key=lambda dims: (dims != 2, dims != 1, -dims))]
+        firsts.setdefault(_kind(parameter, placed), parameter)
+    ordered = [
+        firsts[kind] for kind in sorted(firsts, key=lambda kind: (kind[0] != 2, kind[0] != 1, -kind[0]))
+    ]
     chosen = {id(p) for p in ordered}
     return [*ordered, *(p for p in parameters if id(p) not in chosen)]
+
+
+def _kind(parameter: nn.Parameter, placed: Mapping[int, Placed]) -> tuple[int, str]:
+    """By what an optimizer may distinguish the parameters of a group."""
+    return len(placed[id(parameter)].shape), repr(sorted(_marks(parameter).items()))
 
 
 def _small(parameter: nn.Parameter, placed: Mapping[int, Placed], index: int) -> _Sample:
@@ -363,7 +404,8 @@ def _is_aligned(place: Placed) -> bool:
 
 def _at_real_size(optimizer: torch.optim.Optimizer, placed: Mapping[int, Placed]) -> list[_Sample]:
     """Those with the smallest shards, the most elements, and the most elements on one rank."""
-    held = {(placed[id(p)].shape, placed[id(p)].kept): p for p in _held(optimizer, placed)}
+    kinds = [(placed[id(p)].shape, placed[id(p)].kept, _kind(p, placed)) for p in _held(optimizer, placed)]
+    held = dict(zip(kinds, _held(optimizer, placed), strict=True))
     parameters = list(held.values())
     cut = [p for p in parameters if sum(size > 0 for size in placed[id(p)].kept) > 1]
     smallest = sorted(cut, key=lambda p: min(size for size in placed[id(p)].kept if size))[
@@ -453,8 +495,11 @@ class _Copier:
             self.memo[id(groups)] = [group for group in copies if group["params"]]
         state = own.get("state")
         if state is not None and id(state) not in self.memo:
-            kept = {self.memo[id(p)]: self._state(p, s) for p, s in state.items() if id(p) in self.chosen}
-            self.memo[id(state)] = defaultdict(dict, kept if self.with_state else {})
+            copied: defaultdict[Any, Any] = defaultdict(dict)
+            self.memo[id(state)] = copied
+            copied.update((k, self._value(v)) for k, v in state.items() if not isinstance(k, torch.Tensor))
+            held = [(p, s) for p, s in state.items() if self.with_state and id(p) in self.chosen]
+            copied.update((self.memo[id(p)], self._state(p, s)) for p, s in held)
         for key, value in own.items():
             if key == "step" and not hasattr(value, "__self__"):
                 continue  # a scheduler's wrapper, or a compiled step: it would step the original
@@ -497,13 +542,22 @@ class _Copier:
             return self._value(state)
         stand_in = self.memo[id(parameter)]
         return {
-            key: torch.full_like(
-                stand_in, value.flatten()[0].item() if value.numel() else 0, dtype=value.dtype
-            )
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+            key: torch.full_like(stand_in, _first(value), dtype=value.dtype)
+            if _is_of_elements(value, parameter)
             else self._value(value)
             for key, value in state.items()
         }
+
+
+def _is_of_elements(value: Any, parameter: nn.Parameter) -> bool:
+    """Also as a state dict has it, whose values know their unsharded shape."""
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+    return is_tensor and (value.shape == parameter.shape or hasattr(value, "local"))
+
+
+def _first(value: torch.Tensor) -> float:
+    own = getattr(value, "local", value)
+    return float(own.flatten()[0].item()) if own.numel() else 0.0
 
 
 def _visible_rate(rate: Any, group: Mapping[str, Any]) -> Any:
@@ -621,10 +675,12 @@ class _Player:
         course: _Course,
         comm: _TrialComm | None,
         plain_gradients: bool = True,
+        as_shards: bool = False,  # one process has all elements, in the shape of shards
     ) -> None:
         self._course, self._comm, self._plain = course, comm, plain_gradients
         rank = None if comm is None else comm.rank
         self._parts = [_part(sample, rank) for sample in samples]
+        rank = 0 if as_shards else rank
         self.parameters = [
             _stand_in(s, v, part, rank)
             for s, v, part in zip(samples, course.values, self._parts, strict=True)
@@ -800,6 +856,101 @@ class _Owner(_Player):
         return (value if order is None or value.dim() == 0 else value.permute(order)).flatten().clone()
 
 
+class _Chunks(_Player):
+    """A copy that steps in several calls, each on a range of the elements of some parameters, with the states
+    of these elements; a last call, on parameters that rest elsewhere, follows: see `streamed_step`."""
+
+    def __init__(self, copying: _Copying, samples: Sequence[_Sample], course: _Course) -> None:
+        super().__init__(copying, samples, course, None, as_shards=True)
+        self._entire = [p.data for p in self.parameters]
+        self._spans = [_TrialSpan(p) for p in self.parameters]
+        self._kept: dict[int, ElementState] = {}
+        sizes = [p.numel() for p in self.parameters]
+        half = sizes[0] // 2
+        first = [Part(0, 0, half, True, False), Part(0, half, sizes[0], False, True)]
+        others = [Part(i, 0, size, True, True) for i, size in enumerate(sizes) if i]
+        middle = len(others) // 2
+        self._calls = [first[:1], [*first[1:], *others[:middle]], others[middle:]]
+
+    def _step(self, number: int) -> None:
+        step = _plain_step(self.optimizer)
+        if not self._course.closure:
+            counted = self._run(number, step)
+            step()
+            counted.restore()
+            return
+        counted = Numbers(self.optimizer)
+
+        def closure() -> torch.Tensor:
+            nonlocal counted
+            counted = self._run(number, step)
+            return torch.tensor(2.0, device=self.parameters[0].device)
+
+        step(closure)
+        counted.restore()
+
+    def _run(self, number: int, step: Callable[..., Any]) -> Numbers:
+        """All calls on chunks. Returns what they have counted: it is set back for the call that follows."""
+        before = Numbers(self.optimizer)
+        for stand_in in self.parameters:
+            stand_in.grad = None
+        for call in self._calls:
+            before.restore()
+            for part in call:
+                self._show(number, part)
+            step()
+            for part in call:
+                self._take(part)
+        counted = Numbers(self.optimizer)
+        before.restore()
+        return counted
+
+    def _show(self, number: int, part: Part) -> None:
+        i, own = part.index, slice(part.start, part.stop)
+        stand_in, span = self.parameters[i], self._spans[i]
+        if part.is_first:
+            self._kept[i] = ElementState(self.optimizer, span, 0, stand_in)
+        shape = shard_shape(tuple(self._entire[i].shape), part.stop - part.start)
+        stand_in.data = self._entire[i].view(-1)[own].view(shape)
+        gradient = self._course.noise[number][i][own].to(stand_in.device, stand_in.dtype).view(shape)
+        if self._course.closure:
+            gradient = gradient + 0.1 * stand_in.detach()
+        stand_in.grad = gradient.clone()
+        self._kept[i].show({key: flat[own].view(shape) for key, flat in span.states.items()})
+
+    def _take(self, part: Part) -> None:
+        i, own = part.index, slice(part.start, part.stop)
+        stand_in, span = self.parameters[i], self._spans[i]
+        self._entire[i].view(-1)[own].copy_(stand_in.data.flatten())
+        for key, value in self._kept[i].take(part).items():
+            span.state(key)[own].copy_(value.flatten())
+        stand_in.grad, stand_in.data = None, self._entire[i]
+        if part.is_last:
+            self._kept[i].rest()
+
+
+class _TrialSpan:
+    """What a chunk's state needs of the span of a lane, for one synthetic parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._entire = parameter.data
+        piece = SimpleNamespace(name="a synthetic parameter")
+        self.lane: Any = SimpleNamespace(
+            shard_views=[parameter.data], unit="", layout=SimpleNamespace(pieces=[piece])
+        )
+        self.states: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def state(self, key: tuple[str, torch.dtype]) -> torch.Tensor:
+        made = partial(torch.zeros, self._entire.numel(), dtype=key[1], device=self._entire.device)
+        return self.states[key] if key in self.states else self.states.setdefault(key, made())
+
+    def at_rest(self, key: tuple[str, torch.dtype], index: int) -> torch.Tensor:
+        return self.state(key).view(self._entire.shape)
+
+    def put(self, key: tuple[str, torch.dtype], index: int, value: torch.Tensor) -> None:
+        self.at_rest(key, index).copy_(value)
+
+
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Its step without the hooks of optimizers, which are for real ones."""
     own = optimizer.__dict__.get("step")
@@ -823,9 +974,19 @@ def _stand_in(sample: _Sample, values: torch.Tensor, part: slice, rank: int | No
     else:
         data = own.view(shard_shape(sample.shape, own.numel())) if sample.shape else own
     new = nn.Parameter(data.clone(memory_format=torch.preserve_format))
-    marks = {k: v for k, v in vars(sample.like).items() if isinstance(v, bool | int | float | str)}
-    new.__dict__.update(marks)
+    new.__dict__.update(_marks(sample.like))
     return new
+
+
+def _marks(parameter: nn.Parameter) -> dict[str, Any]:
+    """Attributes by which an optimizer may treat a parameter in its own way."""
+    return {k: v for k, v in vars(parameter).items() if _is_plain(v) and not k.startswith("_fullshard")}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
 
 
 def _with_order(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
@@ -909,24 +1070,31 @@ def _play_ranks(
 # ---- the finding
 
 
-def _difference(course: _Course, single: _Player, players: list[_Player], random: bool) -> _Finding | None:
+def _paths(course: _Course, single: _Player) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    """By step: the values of one process, and how far each of them has come in all steps so far."""
     before = [v.to(t.device, t.dtype) for v, t in zip(course.values, single.trace[0], strict=True)]
     paths = [torch.zeros_like(v) for v in before]
+    for number, expected in enumerate(single.trace):
+        for path, value, old in zip(paths, expected, before, strict=True):
+            path += (value - old).abs()
+        yield number, expected, paths
+        before = expected
+
+
+def _difference(course: _Course, single: _Player, players: list[_Player], random: bool) -> _Finding | None:
     done = single.watch.found or "treats an element differently when its tensor is cut"
     if random:
         done = "draws random numbers: an element of a shard gets another one than in one process"
-    for number, expected in enumerate(single.trace):
+    for number, expected, paths in _paths(course, single):
         for player in players:
             if len(player.trace) <= number and player.error is not None:
                 error = player.error
                 what = error.what if isinstance(error, FullshardError) else error
                 return _Finding(f"on shards it raises {type(error).__name__}: {what}", raised=True)
         for i, full in enumerate(expected):
-            paths[i] += (full - before[i]).abs()
             cut = torch.cat([player.trace[number][i] for player in players])
             if not _same(cut, full, paths[i]):
                 return _Finding(f"it {done} (other values than in one process from step {number + 1} on)")
-        before = expected
     if any(_differs(single.numbers, player.numbers) for player in players):
         return _Finding(f"it {done}, and keeps a number that follows from it")
     mixing = next((player.watch.found for player in players if player.watch.found), None)
@@ -934,15 +1102,12 @@ def _difference(course: _Course, single: _Player, players: list[_Player], random
 
 
 def _difference_of_owner(course: _Course, single: _Player, owner: _Owner) -> _Finding | None:
-    before = [v.to(t.device, t.dtype) for v, t in zip(course.values, single.trace[0], strict=True)]
-    paths = [torch.zeros_like(v) for v in before]
-    for number, expected in enumerate(single.trace):
+    for number, expected, paths in _paths(course, single):
         if len(owner.trace) <= number and owner.error is not None:
             error = owner.error
             alone = "without a parameter of its own " if not owner.mine else ""
             return _Finding(f"{alone}it raises {type(error).__name__}: {error}", raised=True)
         for i, full in enumerate(expected):
-            paths[i] += (full - before[i]).abs()
             value = owner.trace[number][i]
             if i not in owner.mine:
                 if not torch.equal(value, owner.trace[0][i]) or not torch.equal(value, owner.shard(i)):
@@ -951,9 +1116,25 @@ def _difference_of_owner(course: _Course, single: _Player, owner: _Owner) -> _Fi
                 return _Finding(
                     f"it treats a tensor differently when others have no gradient (from step {number + 1} on)"
                 )
-        before = expected
     if owner.settings.keys() != single.settings.keys() or _differs(single.settings, owner.settings):
         return _Finding("it keeps a number that follows from all its parameters")
+    return None
+
+
+def _difference_in_chunks(course: _Course, single: _Player, chunks: _Chunks) -> _Finding | None:
+    for number, expected, paths in _paths(course, single):
+        if len(chunks.trace) <= number:
+            error = chunks.error
+            what = error.what if isinstance(error, FullshardError) else error
+            return _Finding(f"it raises {type(error).__name__}: {what}", raised=True)
+        for i, full in enumerate(expected):
+            if not _same(chunks.trace[number][i], full, paths[i]):
+                return _Finding(
+                    "it keeps something from one call to the next, or changes parameters that have no "
+                    f"gradient (other values than in one process from step {number + 1} on)"
+                )
+    if chunks.settings.keys() != single.settings.keys() or _differs(single.settings, chunks.settings):
+        return _Finding("it keeps a number that follows from the calls")
     return None
 
 

@@ -25,11 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import norms
@@ -37,7 +33,14 @@ from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.muon_step import MuonStep, matrices
 from fullshard.engine.muon_step import is_known as is_known_muon
-from fullshard.engine.optimizer_trial import Placed, Verdict, is_compiled_call, try_on_shards, try_owned
+from fullshard.engine.optimizer_trial import (
+    Placed,
+    Verdict,
+    is_compiled_call,
+    try_in_chunks,
+    try_on_shards,
+    try_owned,
+)
 from fullshard.engine.owned_step import OwnedStep, deal_owners
 from fullshard.engine.reduce_buffers import PlainGradients
 from fullshard.engine.runtime import Runtime
@@ -61,17 +64,19 @@ _GLOBAL: dict[type[Optimizer], str] = {
 }
 _PLAIN = {int, float, bool, type(None)}  # settings that ranks compare
 _DECLARATION = "fullshard_step"  # an attribute of an optimizer or its class
+_HOOK = "fullshard"  # the key of ours among an optimizer's hooks, which torch numbers
 
 
 @dataclass(frozen=True)
 class _Checked:
     """What the check before an optimizer's first step has found."""
 
-    count: int  # of its parameters: another one means another check
+    subject: tuple[Any, ...]  # its parameters and the kind of its settings: others mean another check
     runtimes: list[weakref.ref[Runtime]]
     plain_gradients: bool
     groups: list[tuple[int, list[str]]]  # those with sharded parameters; the settings that ranks compare
     identity: int  # a checksum of its class and of the sharded parameters in each group
+    sharded: list[tuple[int, torch.Tensor]]  # its sharded parameters, with a checksum of their names
     streamed: StreamedStep | None  # for values that do not rest on the compute device
     owned: OwnedStep | None  # for steps on entire tensors
     muon: MuonStep | None  # for those of which a part needs entire tensors
@@ -149,6 +154,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             known.owned.run(_raw_step(optimizer), in_one=True)
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
     _require_gradients(live)
+    _note_gradients(known, live)
     Step.running += bool(live)
     try:
         _show_gradients(optimizer, known)
@@ -160,21 +166,53 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _known(optimizer: Optimizer, closure: bool) -> _Checked:
     """What the check has found, which comes first if this optimizer, or its parameters, are new."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    subject = _subject(optimizer)
     known = _checked.get(optimizer)
-    if known is None or known.count != count:
+    if known is None or known.subject != subject:
         runtimes, plain, special = _check(optimizer, closure, None if known is None else known.owned)
         references = [weakref.ref(r) for r in runtimes]
         streamed = _streamed(optimizer, runtimes)
         owned = special if isinstance(special, OwnedStep) else None
         muon = special if isinstance(special, MuonStep) else None
-        known = _Checked(count, references, plain, *_identity(optimizer, runtimes), streamed, owned, muon)
+        if known is not None and (known.owned is None) != (owned is None):
+            _refuse_other_state(optimizer, owned is not None)
+        known = _Checked(subject, references, plain, *_identity(optimizer, runtimes), streamed, owned, muon)
         _checked[optimizer] = known
         if owned is not None and not is_compiled_call():
             _guard(type(optimizer).step)
         for holder in runtimes:
             holder.adopt_optimizer(optimizer)
     return known
+
+
+def _refuse_other_state(optimizer: Optimizer, owned: bool) -> None:
+    """States that it made on shards are of no use in steps on entire tensors, nor the other way round."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    if any(isinstance(v, torch.Tensor) and v.dim() for state in states for v in state.values()):
+        ways = ["element by element, on shards", "on entire tensors, each by its owner"]
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"{name} has stepped {ways[not owned]}, and with its settings and parameters of now it must step "
+            f"{ways[owned]}, for which its state cannot be used",
+            "Give it these settings before its first step, declare one way for all of them "
+            f"({name}.{_DECLARATION} = 'owned'), or go on with a new optimizer.",
+        )
+
+
+def _subject(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What a check is of: the parameters, and which of the settings are on. Schedules change the others."""
+    groups = optimizer.param_groups
+    held = tuple(hash(tuple(map(id, group["params"]))) for group in groups)
+    if type(optimizer) in _ELEMENT_WISE:
+        return held
+    return *held, *(tuple(_is_on(group[key]) for key in group if key != "lr") for group in groups)
+
+
+def _is_on(setting: Any) -> Any:
+    """A flag or a word as it is; of a number, whether it is 0."""
+    if isinstance(setting, bool | str):
+        return setting
+    return bool(setting) if isinstance(setting, int | float) else None
 
 
 def owned_step(optimizer: Optimizer) -> OwnedStep | None:
@@ -284,16 +322,21 @@ def _show_gradients(optimizer: Optimizer, known: _Checked, in_one: bool = False)
         _show_plain_gradients(optimizer)
 
 
-def _identity(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> tuple[list[tuple[int, list[str]]], int]:
-    """The groups that ranks compare, and a checksum that is the same in any order of groups."""
+def _identity(
+    optimizer: Optimizer, runtimes: Iterable[Runtime]
+) -> tuple[list[tuple[int, list[str]]], int, list[tuple[int, torch.Tensor]]]:
+    """The groups that ranks compare, a checksum of them, and sharded parameters with a checksum each. Sums of
+    these are the same in any order of groups."""
     names = {id(p): lane.layout.pieces[i].name for r in runtimes for p, lane, i in r.places()}
-    total, groups = 0, []
+    total, groups, sharded = 0, [], []
     for index, group in enumerate(optimizer.param_groups):
-        held = sorted(names[id(p)] for p in group["params"] if id(p) in names)
-        if held:
+        known = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+        if known:
+            held = sorted(name for name, _ in known)
             groups.append((index, sorted(key for key in group if key != "lr" and _is_plain(group[key]))))
             total += zlib.crc32("\0".join((type(optimizer).__qualname__, *held)).encode())
-    return groups, total & 0xFFFFFFFF
+            sharded += [(zlib.crc32(name.encode()), p) for name, p in known]
+    return groups, total & 0xFFFFFFFF, sharded
 
 
 def _note_step(optimizer: Optimizer, known: _Checked, runtimes: Iterable[Runtime]) -> None:
@@ -305,6 +348,13 @@ def _note_step(optimizer: Optimizer, known: _Checked, runtimes: Iterable[Runtime
         rates += _checksum([group.get("lr")])
     for runtime in runtimes:
         runtime.comm.report.note(known.identity, settings, rates)
+
+
+def _note_gradients(known: _Checked, runtimes: Iterable[Runtime]) -> None:
+    """An optimizer passes over parameters without a gradient: it must do so on all ranks, or on none."""
+    present = sum(name for name, p in known.sharded if p.grad is not None)
+    for runtime in runtimes:
+        runtime.comm.report.note_gradients(present)
 
 
 def _checksum(values: list[Any]) -> int:
@@ -349,6 +399,7 @@ def _closed(
     _end_step(optimizer)
     loss = closure()
     _require_gradients(runtimes)
+    _note_gradients(known, runtimes)
     Step.running = max(1, running)
     _show_gradients(optimizer, known, in_one=True)
     return loss
@@ -464,6 +515,7 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
             if verdict.tried and verdict.finding is not None:
                 raise _refused(wrapper, verdict.finding, None, placed, in_parts=True)
     elsewhere = _is_elsewhere(optimizer, runtimes)
+    in_chunks = any(lane.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes))
     declared, bucketed = _declared(optimizer, runtimes), not is_compiled_call()
     if declared is not None and getattr(optimizer, _DECLARATION, None) is None and not elsewhere:
         bucketed &= _check_request(optimizer, declared, placed, closure, modules)
@@ -478,17 +530,19 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     if type(optimizer) in _OWNED:
         return _Mode("owned", bucketed=not is_compiled_call())
     if type(optimizer) in _GLOBAL:
-        raise _refused(optimizer, _GLOBAL[type(optimizer)], None, placed, in_parts=elsewhere)
+        raise _refused(optimizer, _GLOBAL[type(optimizer)], None, placed, elsewhere, in_chunks)
     verdict = try_on_shards(optimizer, placed, closure, modules)
     on_shards = _Mode("element-wise", plain_gradients=verdict.plain_gradients or is_compiled_call())
+    if verdict.finding is None and in_chunks:
+        _check_chunks(optimizer, placed, closure, modules)
     if verdict.finding is None and not (verdict.sums or verdict.in_blocks):
         return on_shards
     if not verdict.tried:
-        raise _refused(optimizer, verdict.finding or "", None, placed, in_parts=elsewhere)
+        raise _refused(optimizer, verdict.finding or "", None, placed, elsewhere, in_chunks)
     owned = try_owned(optimizer, placed, closure, modules) if not elsewhere else None
     if owned is not None and owned.finding is None:
         return _Mode("owned", bucketed=owned.bucketed and not is_compiled_call())
-    if verdict.sums and any(lane.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes)):
+    if verdict.sums and in_chunks:
         raise OptimizerError(
             f"{type(optimizer).__name__} takes norms of gradients, and with offload= or state='8bit' it "
             "steps on chunks of them",
@@ -497,7 +551,22 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     if verdict.finding is None:
         # Norms of gradients are right on shards, too, with a sum over ranks for each; and states in blocks.
         return on_shards
-    raise _refused(optimizer, verdict.finding, owned, placed, in_parts=elsewhere)
+    raise _refused(optimizer, verdict.finding, owned, placed, elsewhere, in_chunks)
+
+
+def _check_chunks(
+    optimizer: Optimizer, placed: Mapping[int, Placed], closure: bool, modules: list[nn.Module]
+) -> None:
+    """An element-wise optimizer may still count calls, say, of which a step in chunks has several."""
+    finding = try_in_chunks(optimizer, placed, closure, modules).finding
+    if finding is not None:
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"{name} would compute something else than one process does with offload= or state='8bit', which "
+            f"call its step for one chunk of the parameters after the other: {finding}",
+            "Leave these options out, or use one of torch's element-wise optimizers, such as AdamW. If you "
+            f"know better, set {name}.{_DECLARATION} = 'element-wise'.",
+        )
 
 
 def _check_request(
@@ -573,6 +642,7 @@ def _refused(
     of_tensors: Verdict | None,
     placed: Mapping[int, Placed],
     in_parts: bool = False,
+    in_chunks: bool = False,
 ) -> OptimizerError:
     """`finding`: why it is not element-wise; `of_tensors`: why not even each tensor by itself is right. What
     has to step on `in_parts` cannot have entire tensors: a wrapper, or beside offload, say."""
@@ -586,16 +656,41 @@ def _refused(
     also = "" if of_tensors is None else f"; nor can each tensor step by itself: {of_tensors.finding}"
     if in_parts or (of_tensors is not None and of_tensors.random):
         gathers = ""  # what ranks draw differs
+    cut = "stepped on in chunks (offload=, state='8bit')" if in_chunks else "sharded"
+    otherwise = "strategy='replicate', under which it is right. "
+    if in_chunks:
+        otherwise = "leave out offload= and state=. "
     return OptimizerError(
-        f"{kind} is not provably element-wise, and its parameters are sharded: {finding}{also}",
+        f"{kind} is not provably element-wise, and its parameters are {cut}: {finding}{also}",
         "Use an element-wise optimizer such as AdamW, "
         + gathers
         + ("or " if not gathers else "")
-        + "strategy='replicate', under which it is right. "
+        + otherwise
         + f"If you know better, set {name}.{_DECLARATION} = 'element-wise'"
         + ("." if in_parts else " or 'owned'."),
     )
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+@_uncompiled
+def _stand_closest(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step, and before its own hooks: ours come after all of these, and after the step first.
+
+    A user's hook then sees gradients and parameters as they rest, and what it changes counts. A hook for all
+    optimizers could not have that: torch calls these before an optimizer's own, and after its step last.
+    """
+    if not _owners:
+        return
+    before = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    after = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    if before is None or after is None:
+        return  # a wrapper that does not initialise its base class
+    if next(reversed(before), None) != _HOOK:
+        before.pop(_HOOK, None)
+        before[_HOOK] = _before_step
+    if next(iter(after), None) != _HOOK:
+        others = {key: hook for key, hook in after.items() if key != _HOOK}
+        after.clear()
+        after.update({_HOOK: _after_step, **others})
+
+
+register_optimizer_step_pre_hook(_stand_closest)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -190,6 +190,10 @@ def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
         yield chunk()
 
 
+def _disk_homes(lane: Lane) -> list[DiskHome]:
+    return [home for home in (lane.home, lane.homes.state) if isinstance(home, DiskHome)]
+
+
 class StreamedStep:
     """The streamed part of the steps of one optimizer."""
 
@@ -203,10 +207,10 @@ class StreamedStep:
         self._spans = spans_of(self._lanes, held)
         self._chunks = [c for span in self._spans for c in chunks_of(span, chunk)]
         # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
-        self._on_disk = [c for c in self._chunks if isinstance(c.span.lane.homes.state, DiskHome)]
+        self._on_disk = [c for c in self._chunks if _disk_homes(c.span.lane)]
         self._in_memory = [c for c in self._chunks if c not in self._on_disk]
-        homes = [home for lane in self._lanes for home in (lane.home, lane.homes.state)]
-        self._disk = list({id(home): home for home in homes if isinstance(home, DiskHome)}.values())
+        homes = [home for chunk in self._on_disk for home in _disk_homes(chunk.span.lane)]
+        self._disk = list({id(home): home for home in homes}.values())
         away = [lane.homes for lane in self._lanes if lane.homes.streams_steps]
         near = [lane.homes for lane in self._lanes]
         self._transfers = (away or near)[0].transfers if near else Transfers(torch.device("cpu"))
@@ -218,7 +222,7 @@ class StreamedStep:
         self._slabs = [_Slabs(round_up(size, BLOCK), self._site) for _ in range(num_sets)]
         self._next_slabs = 0
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
-        self._states: dict[nn.Parameter, _State] = {}
+        self._states: dict[nn.Parameter, ElementState] = {}
         self._counted: Numbers | None = None
         self._numbers_on_device = False
         self._num_states = 0
@@ -360,7 +364,7 @@ class StreamedStep:
         for part in shown:
             if part.is_first:
                 parameter = lane.parameters[part.index]
-                state = _State(self._optimizer, span, part.index, parameter)
+                state = ElementState(self._optimizer, span, part.index, parameter)
                 if self._numbers_on_device:
                     state.move_numbers(self._site.device)
                 self._states[parameter] = state
@@ -655,10 +659,19 @@ def _shaped(flat: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
     return flat.view(shard_shape(tuple(view.shape), len(flat)))
 
 
-class _State:
+class _Keeping(Protocol):
+    """What a state needs of the span that its parameter is in."""
+
+    @property
+    def lane(self) -> Any: ...
+    def at_rest(self, key: _Key, index: int) -> torch.Tensor: ...
+    def put(self, key: _Key, index: int, value: torch.Tensor) -> None: ...
+
+
+class ElementState:
     """What an optimizer keeps for one parameter, during a step that runs in chunks."""
 
-    def __init__(self, optimizer: Optimizer, span: Span, index: int, parameter: nn.Parameter) -> None:
+    def __init__(self, optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter) -> None:
         self._all, self._span, self._index, self._parameter = optimizer.state, span, index, parameter
         known = dict(optimizer.state.get(parameter) or {})
         shape = span.lane.shard_views[index].shape
@@ -738,4 +751,7 @@ def _is_element_wise(value: Any, shape: torch.Size) -> bool:
 
 
 def _numel(value: Any) -> int:
+    """Of the largest tensor in a state."""
+    if isinstance(value, dict | list | tuple):
+        return max(map(_numel, value.values() if isinstance(value, dict) else value), default=1)
     return value.numel() if isinstance(value, torch.Tensor) else 1

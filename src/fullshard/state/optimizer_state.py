@@ -6,6 +6,8 @@ does: a bare shard under a full name is how people lose state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state
 from fullshard.state.state_dict import StateShard, shard_of, to_rest
 from fullshard.state.tensor_subclasses import is_subclass
+
+_as_they_are: set[int] = set()  # optimizers whose state dicts hold their own values for now, by identity
 
 
 def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -51,6 +55,8 @@ def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
 
 
 def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if id(optimizer) in _as_they_are:
+        return state_dict
     places = _places(optimizer)
     order = [p for group in optimizer.param_groups for p in group["params"]]
     # The values of a state dict are the optimizer's own dicts, and states in blocks are of no use elsewhere.
@@ -91,12 +97,15 @@ def _decoded(state: Any) -> Any:
 
 def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
     """What load_state_dict was given becomes state as it rests here."""
+    if id(optimizer) in _as_they_are:
+        return
     _to_own_elements(optimizer)
     streamed = streamed_step(optimizer)
     if streamed is None:
         return
     for parameter, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
+        of_parameter = isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+        for key, value in state.items() if of_parameter else ():
             state[key] = streamed.put_state(parameter, key, value)
 
 
@@ -127,3 +136,52 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
             differs = isinstance(value, torch.Tensor) and value.shape != lane.shard_views[index].shape
             if shard or (unsharded and key not in numbers and (is_cut(value) or differs)):
                 state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()
+
+
+# ---- what a class adds to its state dict
+
+
+def other_entries(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What its state dict holds beside state and groups: the class, or a hook of the user, has added it."""
+    base = torch.optim.Optimizer
+    hooks = [
+        h for h in getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values() if h is not _to_shards
+    ]
+    if type(optimizer).state_dict is base.state_dict and not hooks:
+        return {}
+    with _as_it_is(optimizer):
+        return {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}
+
+
+def load_other_entries(optimizer: torch.optim.Optimizer, entries: Mapping[Any, Any]) -> None:
+    """Give `load_state_dict` of the class what `other_entries` returned; state and groups stay as they are.
+
+    It sees these as well, as in one process, and may keep references to the containers that it makes. But
+    torch casts state to the parameters' dtypes there, so their contents are put back.
+    """
+    with _as_it_is(optimizer):
+        state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict({**optimizer.state_dict(), **entries})
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(options)
+
+
+@contextmanager
+def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    _as_they_are.add(id(optimizer))
+    try:
+        yield
+    finally:
+        _as_they_are.discard(id(optimizer))
+
+
+def shards_in(value: Any) -> bool:
+    """Whether a value of a state dict has a part of a tensor in it."""
+    if isinstance(value, dict):
+        return any(map(shards_in, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(shards_in, value))
+    return isinstance(value, torch.Tensor) and (isinstance(value, StateShard) or is_cut(value))

@@ -13,6 +13,7 @@ import torch
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.owned_step import Owned, OwnedStep
+from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.errors import StateError
 from fullshard.plan.layout import Piece
 from fullshard.precision import DTYPES
@@ -45,12 +46,16 @@ def to_shards(optimizer: torch.optim.Optimizer, owned: OwnedStep, state: dict[in
                         key: _shown(f"{item.piece.name}.{key}", what, here.get(key), item)
                         for key, what in described.items()
                     }
-    return {index: shown[index] for index in sorted(shown)}
+    numbers = sorted(index for index in shown if index in items)
+    return {key: shown[key] for key in (*numbers, *(key for key in shown if key not in items))}
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        # Not all are row-major in memory, and products of matrices are rounded by that.
+        order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
+        order = list(range(value.dim())) if value.is_contiguous() else order
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), order]}
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, list | tuple):
@@ -66,13 +71,14 @@ def _shown(name: str, what: Any, here: Any, item: Owned, in_tensor: bool = False
     `in_tensor`: it is a part of a tensor that was taken apart.
     """
     if isinstance(what, dict) and _TENSOR in what:
-        dtype, shape = what[_TENSOR]
-        piece = Piece(name, tuple(shape), tuple(range(len(shape))), 0)
+        dtype, shape, order = what[_TENSOR]
+        piece = Piece(name, tuple(shape), tuple(order), 0)
         if here is None:
             local = torch.empty(0, dtype=DTYPES[dtype], device=item.lane.rest.device)
             shard = StateShard.make(name, piece, local, 0, 0)
         else:
-            shard = StateShard.make(name, piece, here.detach().contiguous(), 0, piece.num_elements)
+            local = in_memory_order(here.detach(), piece).view(piece.memory_shape)
+            shard = StateShard.make(name, piece, local, 0, piece.num_elements)
         shard.comm, shard.entire, shard.fixed_dtype = item.lane.comm, True, in_tensor
         return shard
     if isinstance(what, torch.Tensor):
@@ -117,7 +123,7 @@ def _entire(name: str, value: Any, item: Owned) -> Any:
                 "elements, and the optimizer here steps on entire tensors (optimizer_step='owned')",
                 "Load a state dict of an optimizer that does so, too, or unsharded values.",
             )
-        return value.local.view(value.piece.shape)
+        return piece_view(value.local.reshape(-1), value.piece)
     if isinstance(value, list | tuple):
         return type(value)(_entire(f"{name}[{i}]", part, item) for i, part in enumerate(value))
     if isinstance(value, dict):

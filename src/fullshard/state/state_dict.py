@@ -20,6 +20,7 @@ from fullshard.engine.pieces import in_memory_order, piece_view
 from fullshard.errors import ModelError, NotSupported, StateError
 from fullshard.plan.layout import Box, Piece, boxes
 from fullshard.plan.tensor_parallel import is_cut, part_of
+from fullshard.state.full_state_dicts import follow_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -56,6 +57,7 @@ class StateShard(torch.Tensor):
         )
         value.key, value.piece = key, piece
         value.local, value.start, value.stop = local, start, stop
+        follow_torch(StateShard)
         return value
 
     @classmethod

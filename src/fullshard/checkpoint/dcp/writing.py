@@ -24,6 +24,7 @@ from fullshard.checkpoint.format.manifest import SHARED_FILE, rank_file
 from fullshard.checkpoint.format.torch_archives import read_bytes
 from fullshard.checkpoint.loading.opening import Checkpoint
 from fullshard.checkpoint.loading.reading import CHUNK_BYTES, Stored
+from fullshard.checkpoint.nested_state import flattened
 from fullshard.checkpoint.parameters import (
     Site,
     buffers,
@@ -188,6 +189,12 @@ def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.O
 
 
 def _state_value(site: Site, key: str, value: Any) -> Any:
+    if flattened(site.name, {key: value}).nested:
+        raise CheckpointError(
+            f"optimizer state '{site.name}.{key}' is a {type(value).__name__} with tensors in it, which "
+            "torch.distributed.checkpoint cannot shard",
+            "Save it with fs.save, or save without the optimizer.",
+        )
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == site.parameter.shape and (key != "step" or value.dim()):

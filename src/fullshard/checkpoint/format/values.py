@@ -37,10 +37,15 @@ Tree = Any
 
 
 class Encoder:
-    """Encodes values as trees; collects the tensors that are too large to be inline."""
+    """Encodes values as trees; collects the tensors that are too large to be inline.
 
-    def __init__(self, inline_bytes: int | None = None) -> None:
+    With `of_optimizer`, a tensor that is not row-major in memory is so again when it is decoded: products of
+    matrices are rounded differently then. And no tensor may be a key: it would be a parameter.
+    """
+
+    def __init__(self, inline_bytes: int | None = None, of_optimizer: bool = False) -> None:
         self._inline_bytes = INLINE_BYTES if inline_bytes is None else inline_bytes
+        self._of_optimizer = of_optimizer
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Tree:
@@ -72,6 +77,9 @@ class Encoder:
             return items if type(value) is list else {_SEQUENCES[type(value)]: items}
         if isinstance(value, dict):
             plain = type(value) is not Counter and all(type(k) is str and k[:1] != "$" for k in value)
+            found = next((k for k in value if isinstance(k, torch.Tensor)), None)
+            if self._of_optimizer and found is not None:  # by identity, which nothing that is loaded has
+                raise _refused(f"a key of {path}", found, "cannot be found again after a load")
             items = [self.encode(v, f"{path}[{k!r}]", depth + 1) for k, v in value.items()]
             if plain:
                 return dict(zip(value, items, strict=True))
@@ -86,6 +94,9 @@ class Encoder:
         plain = dense(value).cpu()
         raw = as_bytes(plain).numpy().data
         kind: dict[str, Any] = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+        order = memory_order(value) if self._of_optimizer else None
+        if order is not None:
+            kind["order"] = list(order)
         if len(raw) <= self._inline_bytes:
             return kind | {"data": _packed(bytes(raw))}
         return kind | self._store(plain, path)
@@ -106,6 +117,20 @@ class Encoder:
             path += "+"
         self.tensors[path] = plain
         return {"at": path, "crc32": checksum(as_bytes(plain).numpy().data)}
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Dimensions from that with the largest steps in memory to that with the smallest; None if row-major."""
+    strides = value.stride()
+    order = tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
+    return None if value.is_contiguous() or order == tuple(range(value.dim())) else order
+
+
+def in_order(value: torch.Tensor, order: Any) -> torch.Tensor:
+    """The same elements with their dimensions in this order in memory; ValueError if it is none."""
+    if not isinstance(order, list) or sorted(order) != list(range(value.dim())):
+        raise ValueError("an order that does not list the dimensions")
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.dim())])
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
@@ -185,13 +210,14 @@ class _Decoder:
             value = self._stored(entry["at"])
             if (tuple(value.shape), value.dtype) != (shape, dtype):
                 raise ValueError(f"{entry['at']} has another shape or dtype than in the manifest")
-            return value
+            return in_order(value, entry["order"]) if "order" in entry else value
         raw = bytearray(self._unpacked(entry["data"]))
         if len(raw) != prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape}")
         if not raw:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
+        value = torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
+        return in_order(value, entry["order"]) if "order" in entry else value
 
     def _array(self, entry: dict[str, Any]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(str(entry["dtype"]))

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.format.values import decode
+from fullshard.checkpoint.format.values import decode, in_order
+from fullshard.checkpoint.loading.other_state import OtherState, device_of, moved
 from fullshard.checkpoint.loading.planning import LoadPlan, check_shape, listed, shard_reader, tensor_reader
 from fullshard.checkpoint.loading.reading import DAMAGED, Stored
 from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume, check_fits
+from fullshard.checkpoint.nested_state import Place, filled, flattened
 from fullshard.checkpoint.parameters import Site, sites, sites_by_group
 from fullshard.engine.optimizers import owned_step, streamed_step
 from fullshard.engine.tensor_parallel import put
@@ -38,6 +40,7 @@ class OptimizerLoad:
         self._streamed = streamed_step(optimizer)
         self._state: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._others = OtherState(resume, optimizer, self._saved)
 
     def plan(self, work: LoadPlan) -> None:
         saved_group = {name: i for i, g in enumerate(self._saved["groups"]) for name in g["parameters"]}
@@ -58,6 +61,7 @@ class OptimizerLoad:
             work.notes.append(
                 f"optimizer state of {listed(left)} was left out: they are not in this optimizer"
             )
+        self._others.plan(work)
 
     def apply(self) -> None:
         """Give the optimizer its new options and state, after all reads."""
@@ -71,6 +75,7 @@ class OptimizerLoad:
                 self._optimizer.state[parameter] = state
             else:
                 self._optimizer.state.pop(parameter, None)
+        self._others.apply()
 
     def _decoded(self, index: int) -> dict[str, Any]:
         """The options of a saved group."""
@@ -94,29 +99,71 @@ class OptimizerLoad:
         state: dict[str, Any] = {}
         self._state.append((site.parameter, state))
         saved = self._saved["state"].get(site.name, {})
-        is_entire = self._is_entire(site, {entry.get("kind") for entry in saved.values()})
+        is_entire = self._is_entire(site, {entry.get("kind") for entry in _single(saved)})
         if is_entire and not self._keeps(site):
             return  # its owner reads it
         for key, entry in saved.items():
-            name, kind = f"{site.name}.{key}", entry.get("kind")
-            if kind == "entire":
-                device = self._device(group, site, key, entry | {"kind": "scalar"})
-                self._decodes.append((state, key, self._plan_entire(work, entry["value"], device, site)))
-            elif kind == "value":
-                state[key] = self._resume.decode(entry["value"], FIRST_FILE)
-            elif kind == "own":
-                state[key] = self._own(site, name)
-            elif kind == "elements" and is_entire:
-                stored = self._stored(name)
-                check_shape(self._resume.source, stored, site.global_shape, name)
-                read = self._plan_read(work, stored, site.parameter.device)
-                self._decodes.append((state, key, read))
-            elif kind in ("scalar", "elements"):
-                self._plan_tensor(work, (site, key, kind), state, self._device(group, site, key, entry))
-            else:
-                raise DamagedCheckpoint(
-                    f"optimizer state {name!r} is of the unknown kind {str(kind)[:40]!r}", DAMAGED
-                )
+            self._plan_entry(work, group, (site, key), entry, state, is_entire)
+
+    def _plan_entry(
+        self,
+        work: LoadPlan,
+        group: dict[str, Any],
+        what: tuple[Site, str],
+        entry: dict[str, Any],
+        state: dict[str, Any],
+        is_entire: bool,
+    ) -> None:
+        site, key = what
+        name, kind = f"{site.name}.{key}", entry.get("kind")
+        if kind == "entire":
+            device = self._device(group, site, key, entry | {"kind": "scalar"})
+            self._decodes.append((state, key, self._plan_entire(work, entry["value"], device, site)))
+        elif kind == "nested":
+            self._plan_nested(work, group, what, entry, state, is_entire)
+        elif kind == "value":
+            value = self._resume.decode(entry["value"], FIRST_FILE)
+            if "device" in entry:
+                device = device_of(entry, site.parameter.device)
+                value = moved(value, device, device)
+            state[key] = value
+        elif kind == "own":
+            state[key] = self._own(site, name)
+        elif kind == "elements" and is_entire:
+            stored = self._stored(name)
+            check_shape(self._resume.source, stored, site.global_shape, name)
+            read = self._plan_read(work, stored, site.parameter.device)
+            order = entry.get("order")
+            self._decodes.append(
+                (state, key, read if order is None else lambda: _ordered(name, read(), order))
+            )
+        elif kind in ("scalar", "elements"):
+            self._plan_tensor(work, (site, key, entry), state, self._device(group, site, key, entry))
+        else:
+            raise DamagedCheckpoint(
+                f"optimizer state {name!r} is of the unknown kind {str(kind)[:40]!r}", DAMAGED
+            )
+
+    def _plan_nested(
+        self,
+        work: LoadPlan,
+        group: dict[str, Any],
+        what: tuple[Site, str],
+        entry: dict[str, Any],
+        state: dict[str, Any],
+        is_entire: bool,
+    ) -> None:
+        """A container: its tensors are read as states of their own, and then put into their places."""
+        site, key = what
+        leaves: dict[str, Any] = {}
+        places: dict[str, Place] = {}
+        outline = self._resume.decode(entry["value"], FIRST_FILE)
+        for one in entry["tensors"]:
+            places[one["key"]] = tuple(self._resume.decode(one["place"], FIRST_FILE))
+            self._plan_entry(work, group, (site, one["key"]), one["entry"], leaves, is_entire)
+        self._decodes.append(
+            (state, key, lambda: filled(outline, {place: leaves[k] for k, place in places.items()}))
+        )
 
     def _is_entire(self, site: Site, kinds: set[Any]) -> bool:
         """Whether this optimizer steps on the entire tensor. Then the saved one must have done so."""
@@ -166,26 +213,31 @@ class OptimizerLoad:
 
         def decoded() -> Any:
             value = decode(tree, lambda path: reads[path]())
-            return put_together(_moved(value, device, site.parameter.device))
+            return put_together(moved(value, device, site.parameter.device))
 
         return decoded
 
     def _plan_tensor(
-        self, work: LoadPlan, what: tuple[Site, str, str], state: dict[str, Any], device: torch.device
+        self,
+        work: LoadPlan,
+        what: tuple[Site, str, dict[str, Any]],
+        state: dict[str, Any],
+        device: torch.device,
     ) -> None:
-        site, key, kind = what
+        site, key, entry = what
         name = f"{site.name}.{key}"
         stored = self._stored(name)
-        scalar, shape = kind == "scalar", site.global_shape
+        scalar, shape = entry["kind"] == "scalar", site.global_shape
+        order = entry.get("order") if site.is_unsharded else None
         if scalar:
             shape = (1,) * min(len(stored.tensor.shape), 8)  # some optimizers give the number dimensions
         check_shape(self._resume.source, stored, shape, name)
-        before = self._optimizer.state.get(site.parameter, {}).get(key)
+        before: Any = flattened(site.name, self._optimizer.state.get(site.parameter, {})).values.get(key)
         dtype = stored.tensor.dtype if scalar else self._dtype(site, stored, before)
 
         def get() -> torch.Tensor:
             at_rest = torch.Size(shape) if scalar else site.parameter.shape
-            usable = type(before) is torch.Tensor and before.shape == at_rest
+            usable = type(before) is torch.Tensor and before.shape == at_rest and order is None
             if usable and before.dtype == dtype and before.device == device and before.is_contiguous():
                 state[key] = before
             elif scalar:
@@ -193,17 +245,22 @@ class OptimizerLoad:
             else:
                 like = site.parameter.detach()
                 state[key] = torch.empty_like(like, dtype=dtype, device=device)
+                if order is not None:
+                    state[key] = _ordered(name, state[key], order)
             return state[key]  # type: ignore[no-any-return]
 
         own = self._resume.own_value(f"optimizer/{name}") if scalar or site.lane is None else None
         if own is not None:
             value = check_fits(name, own, stored.tensor.shape, dtype)
             work.reads.append(lambda: put(get(), value))
-        elif scalar:
+        elif scalar or order is not None:
             tensor_reader(work, self._resume.source, dtype, get)(stored)
         else:
             shard_reader(work, self._resume.source, site, dtype, get)(stored)
-            if self._streamed is not None:  # one tensor at a time is there with all its bytes
+            # In containers, states stay where the optimizer made them.
+            if (
+                self._streamed is not None and key in self._saved["state"][site.name]
+            ):  # one tensor at a time is there with all its bytes
                 work.reads.append(partial(self._put_to_rest, site, key, state))
 
     def _put_to_rest(self, site: Site, key: str, state: dict[str, Any]) -> None:
@@ -236,7 +293,7 @@ class OptimizerLoad:
                 "Load with the ranks and options of the run that saved, or load without the optimizer.",
             )
         value, device = self._resume.decode(*tree_and_file), site.parameter.device
-        return put_together(_moved(value, device, device))
+        return put_together(moved(value, device, device))
 
 
 def _copied_option(value: Any, before: Any) -> Any:
@@ -249,6 +306,38 @@ def _copied_option(value: Any, before: Any) -> Any:
     if isinstance(value, tuple) and isinstance(before, tuple) and len(value) == len(before):
         return tuple(map(_copied_option, value, before))
     return deepcopy(value)
+
+
+def _single(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entries of a parameter's state; instead of containers, those of the tensors inside."""
+    for entry in entries.values():
+        if entry.get("kind") == "nested":
+            yield from (one["entry"] for one in entry["tensors"])
+        else:
+            yield entry
+
+
+def _ordered(name: str, value: torch.Tensor, order: Any) -> torch.Tensor:
+    try:
+        return in_order(value, order)
+    except (TypeError, ValueError):
+        raise DamagedCheckpoint(f"the order of dimensions of {name!r} is malformed", DAMAGED) from None
+
+
+def _is_nested(entry: dict[str, Any]) -> bool:
+    """Whether the entry of a container is well-formed."""
+    tensors = entry.get("tensors")
+    return (
+        "value" in entry
+        and isinstance(tensors, list)
+        and all(
+            isinstance(one, dict)
+            and isinstance(one.get("key"), str)
+            and isinstance(one.get("place"), list)
+            and isinstance(one.get("entry"), dict)
+            for one in tensors
+        )
+    )
 
 
 def _paths(tree: Any) -> Iterator[str]:
@@ -264,17 +353,6 @@ def _paths(tree: Any) -> Iterator[str]:
             yield from _paths(item)
 
 
-def _moved(value: Any, top: torch.device, device: torch.device) -> Any:
-    """Tensors of a decoded state on their devices: one that is the value itself, and those inside it."""
-    if isinstance(value, torch.Tensor):
-        return value.to(top)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device, device) for item in value)
-    if isinstance(value, dict):
-        return {key: _moved(item, device, device) for key, item in value.items()}
-    return value
-
-
 def _checked(resume: Resume, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     saved = resume.manifest.optimizer_state
     folder = str(resume.source.folder)
@@ -287,6 +365,8 @@ def _checked(resume: Resume, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         groups, state, kind = saved["groups"], saved["state"], saved["class"]
         good = all(isinstance(g["parameters"], list) and "options" in g for g in groups)
         good &= all(isinstance(s, dict) for by in state.values() for s in (by, *by.values()))
+        entries = [entry for by in state.values() for entry in by.values()]
+        good &= all(_is_nested(entry) for entry in entries if entry.get("kind") == "nested")
         good &= all(isinstance(n, str) for g in groups for n in g["parameters"])
     except (KeyError, TypeError, AttributeError):
         good, kind = False, None

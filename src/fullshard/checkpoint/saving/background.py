@@ -1,13 +1,19 @@
-"""Background saves: one at a time; an error is raised in `wait`, or in the next save or load."""
+"""Background saves: one at a time; an error is raised in `wait`, or in the next save or load.
+
+Where neither comes, the process ends with exit code 1: a launcher would take the run for complete.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.leaving import at_the_end
 
 _log = logging.getLogger("fullshard")
 _in_progress: list[Saving] = []  # of any model: a load may need what another model is still saving
@@ -32,6 +38,11 @@ class Saving:
         """Whether the save has ended; `wait` raises if it failed."""
         return self._thread is None or not self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether its error has been raised nowhere yet."""
+        return self._error is not None
+
     def wait(self) -> Path:
         if self._thread is not None:
             self._thread.join()
@@ -52,6 +63,19 @@ class Saving:
             self._error.__cause__ = error
         if self._error is not None:
             _log.error("checkpoint %s was not saved: %s", self.path, self._error)
+
+
+def _end_with_the_failure() -> None:
+    """At exit, when all else is done: Python has no other way to change the exit code there."""
+    if any(saving.failed for saving in _in_progress) and not hasattr(sys, "last_value"):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(1)
+
+
+at_the_end(_end_with_the_failure)
 
 
 def finish_earlier() -> None:

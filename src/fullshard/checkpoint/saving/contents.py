@@ -10,33 +10,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.format import headers
 from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.values import MAX_INLINE_BYTES, Encoder, Tree, dense
-from fullshard.checkpoint.parameters import (
-    Site,
-    buffers,
-    modules_with_state,
-    plain,
-    sites,
-    sites_by_group,
-    tied_names,
-)
-from fullshard.checkpoint.saving import entire_state
+from fullshard.checkpoint.parameters import Site, buffers, modules_with_state, plain, sites, tied_names
+from fullshard.checkpoint.saving.compared import Compared
 from fullshard.comm.groups import as_bytes
-from fullshard.engine.block_state import BlockState
-from fullshard.engine.optimizers import owned_step
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError
-from fullshard.state.tensor_subclasses import is_subclass, taken_apart
 
 
 @dataclass
@@ -61,6 +48,8 @@ class Contents:
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)  # the first rank's are written
     own: dict[str, Tree] = field(default_factory=dict)  # optimizer state not of its parameter's shape
     encoder: Encoder = field(default_factory=Encoder)  # of the optimizer's values
+    shared: Encoder = field(default_factory=Encoder)  # of those that are equal on every rank
+    compared: Compared = field(default_factory=Compared)
 
 
 def local_slice(site: Site, local: torch.Tensor, dtype: torch.dtype | None = None) -> LocalSlice:
@@ -144,11 +133,11 @@ def add_model(
             continue
         stored = _stored_dtype(site.parameter.dtype, dtype)
         if site.lane is None:
-            _add_replicated(contents.model, contents, site.name, site.parameter, runtime, stored)
+            add_replicated(contents.model, contents, site.name, site.parameter, runtime, stored)
         else:
             contents.model.append(local_slice(site, site.parameter, stored))
     for name, buffer in buffers(model).items():
-        _add_replicated(contents.model, contents, name, buffer, runtime, buffer.dtype)
+        add_replicated(contents.model, contents, name, buffer, runtime, buffer.dtype)
     contents.tied = tied_names(model)
     encoder = Encoder(MAX_INLINE_BYTES)
     for name, module in modules_with_state(model):
@@ -163,7 +152,7 @@ def _stored_dtype(own: torch.dtype, requested: torch.dtype | None) -> torch.dtyp
     return requested if requested is not None and own.is_floating_point else own
 
 
-def _add_replicated(
+def add_replicated(
     into: list[LocalSlice],
     contents: Contents,
     name: str,
@@ -177,92 +166,6 @@ def _add_replicated(
     mine = flat.numel() if runtime.comm.world_rank == runtime.comm.world.members[0] else 0
     into.append(LocalSlice(Tensor(name, dtype, tuple(value.shape)), 0, mine, flat[:mine]))
     contents.replicated[("" if into is contents.model else "optimizer/") + name] = value.detach()
-
-
-def add_optimizer(
-    contents: Contents, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Groups and state of an optimizer, by the names of the parameters."""
-    known = sites(runtime, model)
-    by_group = sites_by_group(known, optimizer)
-    groups: list[Tree] = []
-    for index, (group, members) in enumerate(zip(optimizer.param_groups, by_group, strict=True)):
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        encoded = contents.encoder.encode(options, f"group {index} of the optimizer")
-        groups.append({"parameters": [site.name for site in members], "options": encoded})
-    order = [site for members in by_group for site in members]
-    entire: dict[str, dict[str, Tree]] = {}
-    owned = owned_step(optimizer)
-    if owned is not None:
-        dealt = [site for site in order if id(site.parameter) in owned.by_parameter]
-        entire, slices = entire_state.collect(dealt, optimizer, owned, runtime.comm)
-        contents.optimizer += [LocalSlice(tensor, 0, mine, flat) for tensor, mine, flat in slices]
-        order = [site for site in order if id(site.parameter) not in owned.by_parameter]
-    kinds = _kinds(order, optimizer)
-    position = {id(site.parameter): i for i, site in enumerate(known)}
-    order.sort(key=lambda site: position[id(site.parameter)])
-    keys = dict.fromkeys(key for site in order for key in optimizer.state.get(site.parameter, {}))
-    state: dict[str, dict[str, Tree]] = {
-        site.name: {} for site in order if optimizer.state.get(site.parameter)
-    }
-    for key in keys:  # key by key, so that neighbours in a lane are neighbours in the file
-        for site in order:
-            values = optimizer.state.get(site.parameter, {})
-            if key in values:
-                state[site.name][key] = _add_state(contents, runtime, site, key, values[key], kinds.get(key))
-    contents.optimizer_state = {
-        "class": type(optimizer).__name__,
-        "groups": groups,
-        "state": state | entire,
-    }
-
-
-def _kinds(order: list[Site], optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Keys that are 'scalar', one number per parameter whatever its shape, or 'own', different on each rank.
-
-    By key, not by parameter: on a rank with no elements of a parameter, any empty state has its shape.
-    """
-    kinds = {"step": "scalar"}
-    for site in order:
-        for key, value in optimizer.state.get(site.parameter, {}).items():
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    f"the optimizer keeps state of {site.name!r} under {key!r}, which is not a string",
-                    "Use strings as names of optimizer state.",
-                )
-            if isinstance(value, torch.Tensor) and value.dim() == 0 and site.parameter.dim() > 0:
-                kinds[key] = "scalar"
-            elif is_subclass(value):
-                kinds[key] = "own"
-            elif isinstance(value, torch.Tensor) and value.shape != site.parameter.shape:
-                kinds.setdefault(key, "own")
-    return kinds
-
-
-def _add_state(
-    contents: Contents, runtime: Runtime, site: Site, key: str, value: Any, kind: str | None
-) -> Tree:
-    name = f"{site.name}.{key}"
-    if not isinstance(value, torch.Tensor):
-        return {"kind": "value", "value": contents.encoder.encode(value, f"optimizer state {name!r}")}
-    if not isinstance(value, BlockState) and not is_subclass(value):  # decoded when they are written
-        value = plain(value)
-    headers.check_dtype(name, value.dtype)
-    device = "host" if value.device.type == "cpu" else "device"
-    if kind == "scalar" and value.numel() == 1:
-        _add_replicated(contents.optimizer, contents, name, value, runtime, value.dtype)
-        return {"kind": "scalar", "device": device}
-    if kind == "own" or value.shape != site.parameter.shape:
-        tree = contents.encoder.encode(taken_apart(value), name)
-        contents.own[name] = {"interval": site.interval, "value": tree}
-        return {"kind": "own", "device": device}
-    if site.lane is None:
-        _add_replicated(contents.optimizer, contents, name, value, runtime, value.dtype)
-    else:
-        part = local_slice(site, value)
-        part.tensor = replace(part.tensor, name=name)
-        contents.optimizer.append(part)
-    return {"kind": "elements", "device": device}
 
 
 def module_digests(contents: Contents) -> dict[str, int]:

@@ -26,7 +26,7 @@ def collect(
     order: list[Site], optimizer: torch.optim.Optimizer, owned: OwnedStep, comm: Comm
 ) -> tuple[dict[str, dict[str, Tree]], list[Slice]]:
     """State by parameter and key, and the tensors in it: the same lists on all ranks, which must call it."""
-    encoder = Encoder()
+    encoder = Encoder(of_optimizer=True)
     own: dict[str, dict[str, Tree]] = {}
     for site in order:
         if _writes(owned, site, comm):

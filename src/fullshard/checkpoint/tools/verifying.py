@@ -303,7 +303,9 @@ def _missing_values(source: Checkpoint) -> Iterator[str]:
     trees += [(rank_file(index), dict(tree)) for index, tree in enumerate(saved.ranks)]
     for file, tree in trees:
         expected = list(_large_tensors(tree))
-        stored = source.values(file) if expected else {}
+        stored: set[str] = set(source.values(file)) if expected else set()
+        if tree is saved.optimizer_state:
+            stored |= set(source.optimizer)  # where state of entire tensors is
         yield from (f"{file} does not hold {name!r}" for name in expected if name not in stored)
 
 
@@ -326,10 +328,20 @@ def _missing_state(source: Checkpoint) -> Iterator[str]:
     saved = source.manifest.optimizer_state
     state = saved.get("state") if isinstance(saved, dict) else {}
     for parameter, keys in state.items() if isinstance(state, dict) else ():
-        for key, one in keys.items() if isinstance(keys, dict) else ():
+        for key, one in _single_entries(keys):
             kept = isinstance(one, dict) and one.get("kind") in ("scalar", "elements")
             if kept and f"{parameter}.{key}" not in source.optimizer:
                 yield f"optimizer state '{parameter}.{key}' is not in the files"
+
+
+def _single_entries(keys: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of a parameter's state, and those of tensors in containers."""
+    for key, one in keys.items() if isinstance(keys, dict) else ():
+        yield key, one
+        tensors = one.get("tensors") if isinstance(one, dict) else None
+        for inner in tensors if isinstance(tensors, list) else ():
+            if isinstance(inner, dict):
+                yield inner.get("key"), inner.get("entry")
 
 
 # ---- without a manifest
