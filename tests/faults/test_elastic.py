@@ -30,10 +30,12 @@ LIMIT_S = 240.0
 class Agent:
     """One agent, whose output goes to a file."""
 
-    def __init__(self, folder: Path, name: str, options: Sequence[str], words: Sequence[object]) -> None:
+    def __init__(
+        self, folder: Path, name: str, options: Sequence[str], words: Sequence[object], **more: str
+    ) -> None:
         self.log = folder / f"{name}.log"
         command = ["fullshard", "launch", *options, *map(str, words)]
-        variables = warm.environment({**os.environ, "FULLSHARD_HOST": name, "OMP_NUM_THREADS": "1"})
+        variables = warm.environment({**os.environ, "FULLSHARD_HOST": name, "OMP_NUM_THREADS": "1", **more})
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=variables, start_new_session=True, cwd=folder
@@ -96,6 +98,16 @@ def agent_folders(started_in: Path) -> set[str]:
             if os.readlink(process / "cwd") == str(started_in.resolve()):
                 found |= set(re.findall(rb"/[\w/.-]*fullshard-agent-\w+", (process / "cmdline").read_bytes()))
     return set(map(os.fsdecode, found))
+
+
+def record_folders(started_in: Path) -> set[str]:
+    """What ranks that were started there record in memory."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(process / "cwd") == str(started_in.resolve()):
+                found |= set(re.findall(r"/[\w/.-]*/fullshard-\d+-[^/\s]+", (process / "maps").read_text()))
+    return found
 
 
 @pytest.mark.timeout(600)
@@ -218,3 +230,77 @@ def test_a_host_that_joins_gets_ranks_after_a_save_and_one_that_is_lost_is_done_
     assert "round 2: 2 ranks on one (1), two (1)" in first.text
     assert "on two is lost, with its host" in first.text
     assert first.text.count("trained 1 on") == 1  # no step was lost
+
+
+IMPORTS_SLOWLY = """\
+import os, sys, time
+while "fullshard.elastic.nursery" in sys.orig_argv and not os.path.exists("imports"):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ranks_train_on_until_a_new_host_has_imported_and_when_it_is_interrupted_it_leaves(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(IMPORTS_SLOWLY)
+    paths = os.pathsep.join(filter(None, [str(tmp_path / "slow"), os.environ.get("PYTHONPATH", "")]))
+    options = [*meeting("1:2"), "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    waits = [[1, 0, "wait joined"], [4, 0, "wait ready"], [7, 0, "wait left"]]
+    words = [SCRIPT, tmp_path / "run", 9, json.dumps(waits)]
+    with agents(tmp_path) as started:
+        first = Agent(tmp_path, "one", options, words)
+        started.append(first)
+        first.wait_for("trained 0 on 1")
+        second = Agent(tmp_path, "two", options, words, PYTHONPATH=paths)
+        started.append(second)
+        second.wait_for("the ranks of this host are being prepared")
+        (tmp_path / "joined").touch()
+        first.wait_for("trained 3 on 1")  # three saves later
+        (tmp_path / "imports").touch()
+        second.wait_for("a round is running, which will make room")
+        (tmp_path / "ready").touch()
+        first.wait_for("trained 6 on 2")
+        os.kill(second.process.pid, signal.SIGINT)
+        assert second.wait() == 128 + signal.SIGINT, second.text
+        (tmp_path / "left").touch()
+        assert first.wait() == 0, first.text
+    assert "because two was asked to stop" in first.text
+    assert "trained 8 on 1" in first.text
+    same_as_undisturbed(tmp_path, 9)
+
+
+@pytest.mark.timeout(600)
+def test_agents_with_other_limits_or_of_another_run_are_told_so_and_the_run_goes_on(tmp_path: Path) -> None:
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    words = [SCRIPT, tmp_path / "run", 3, json.dumps([[1, 0, "wait told"]])]
+    with agents(tmp_path) as started:
+        first = Agent(tmp_path, "one", [*meeting("1:2"), *endpoint], words)
+        started.append(first)
+        first.wait_for("trained 0 on 1")
+        for name, options in (("two", meeting("1:3")), ("three", [*meeting("1:2"), "--rdzv-id", "other"])):
+            started.append(Agent(tmp_path, name, [*options, *endpoint], words))
+        assert started[1].wait() == 2, started[1].text
+        assert started[2].wait() == 1, started[2].text
+        (tmp_path / "told").touch()
+        assert first.wait() == 0, first.text
+    assert "this agent has --elastic 1:3, and the run 1:2" in started[1].text
+    assert "is not of this run" in started[2].text
+    assert "Give all agents the same --rdzv-id" in started[2].text
+    assert "round 2" not in first.text
+    same_as_undisturbed(tmp_path, 3)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_rank_of_a_plain_launch_leaves_no_record_behind(tmp_path: Path) -> None:
+    words = [SCRIPT, tmp_path / "run", 3, json.dumps([[1, 1, "wait seen"], [1, 1, "kill"]])]
+    with agents(tmp_path) as started:
+        started.append(Agent(tmp_path, "here", ["--nproc-per-node", "2"], words))
+        started[0].wait_for("trained 0 on 2")
+        folders = record_folders(tmp_path)
+        assert folders
+        (tmp_path / "seen").touch()
+        assert started[0].wait() == 128 + signal.SIGKILL, started[0].text
+    assert not any(map(os.path.exists, folders))

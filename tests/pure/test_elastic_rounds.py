@@ -1,13 +1,17 @@
-"""What follows from how a round of an elastic run ended, and which messages agents accept."""
+"""What follows from how a round of an elastic run ended, which messages agents accept, and who leads."""
 
 from __future__ import annotations
 
+import json
 import socket
+from typing import Any
 
 import pytest
 
+from fullshard.elastic.groups import Answer, Asked, Group, Place, Role, Step, gives_way, next_step
 from fullshard.elastic.links import Link, Message, Refused, key_of
-from fullshard.elastic.rounds import STRIKES, Ending, History, Limits, cause, shares
+from fullshard.elastic.lookout import ask, question
+from fullshard.elastic.rounds import STRIKES, Ending, History, Limits, cause, offers_now, shares
 from fullshard.errors import OptionError
 
 
@@ -103,3 +107,88 @@ def test_agents_accept_messages_of_their_own_run_and_no_others() -> None:
         finally:
             one.close()
             other.close()
+
+
+def group(name: str, **more: object) -> Group:
+    fields: dict[str, Any] = {"has_least": True, "number": 3, "ranks": 2, "at_endpoint": False}
+    return Group(**{**fields, "limits": "2:3", **more, "name": name})
+
+
+def test_of_two_groups_exactly_one_gives_way_and_never_the_one_that_trains_to_one_that_does_not() -> None:
+    groups = [
+        group("a"),
+        group("b", number=4),
+        group("c", number=9, ranks=1, has_least=False),
+        group("d", ranks=3),
+        group("e", at_endpoint=True),
+        group("f", has_least=False, ranks=0),
+    ]
+    for one in groups:
+        assert not gives_way(one, one)
+        for other in groups:
+            assert one is other or gives_way(one, other) != gives_way(other, one)
+            assert one.has_least <= other.has_least or not gives_way(one, other)
+    assert [one.name for one in sorted(groups)] == ["f", "c", "a", "e", "d", "b"]
+
+
+def test_a_newcomer_with_other_limits_gives_way_to_the_run_however_many_ranks_it_has() -> None:
+    run, newcomer = group("a", has_least=False), group("b", number=0, ranks=8, limits="2:4")
+    assert gives_way(newcomer, run)
+    assert not gives_way(run, newcomer)
+
+
+A, B, C, D = (("192.0.2.1", 1), ("192.0.2.2", 2), ("192.0.2.3", 3), ("192.0.2.4", 4))
+
+
+def leads(place: Place, name: str = "", **more: object) -> Asked:
+    return Asked(place, Answer(Role.LEADS, name, group(name, **more)))
+
+
+def follows(place: Place, leader: Place) -> Asked:
+    return Asked(place, Answer(Role.FOLLOWS, "", None, "leader", leader))
+
+
+def seeks(place: Place) -> Asked:
+    return Asked(place, Answer(Role.SEEKS, ""))
+
+
+def test_an_agent_that_was_cut_off_comes_back_to_a_leader_that_is_still_there() -> None:
+    assert next_step([leads(A), follows(B, A)], [], {A}, patient=True) == A
+    assert next_step([Asked(A), Asked(B)], [leads(D)], {A}, patient=True) == D  # at the endpoint, anew
+    assert next_step([Asked(A), follows(B, D)], [], {A}, patient=True) == D  # whom it has never met
+    both = [leads(A, "a", has_least=False, number=9), leads(B, "b")]
+    assert next_step(both, [], {A}, patient=True) == B
+
+
+def test_an_agent_leads_only_if_no_older_one_can_and_nobody_follows_a_leader_that_it_cannot_reach() -> None:
+    gone, stands_still = Asked(A), Asked(A, silent=True)
+    for lost in (gone, stands_still):
+        assert next_step([lost], [seeks(C)], {A}, patient=True) is Step.TAKE_OVER
+        assert next_step([lost, Asked(B)], [], {A}, patient=True) is Step.TAKE_OVER
+        assert next_step([lost, seeks(B)], [], {A}, patient=False) is Step.WAIT
+        assert next_step([lost], [follows(C, A)], {A}, patient=False) is Step.WAIT
+
+
+def test_an_older_agent_that_stands_still_is_waited_for_but_not_for_ever() -> None:
+    older = [Asked(A), Asked(B, silent=True)]
+    assert next_step(older, [], {A}, patient=True) is Step.WAIT
+    assert next_step(older, [], {A}, patient=False) is Step.TAKE_OVER
+
+
+def test_answers_arrive_as_they_were_sent() -> None:
+    for asked in (leads(A, "a"), follows(B, A), seeks(C)):
+        assert asked.answer is not None
+        assert Answer.of(json.loads(json.dumps(asked.answer.message()))) == asked.answer
+
+
+def test_a_connection_that_the_system_accepts_for_a_process_that_stands_still_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts
+        place = ("127.0.0.1", listener.getsockname()[1])
+        assert ask(place, key_of("run"), question(), limit_s=0.2) == Asked(place, silent=True)
+    assert ask(place, key_of("run"), question(), limit_s=0.2) == Asked(place)
+
+
+def test_hosts_that_still_import_have_no_ranks_yet_unless_min_is_not_reached_without_them() -> None:
+    assert offers_now([1, 1, 1], [True, True, False], Limits(2, 3)) == [1, 1, 0]
+    assert offers_now([1, 1, 1], [True, False, False], Limits(2, 3)) == [1, 1, 1]
+    assert offers_now([1, 1, 1], [True, True, False], Limits(2, 3), is_first=True) == [1, 1, 1]

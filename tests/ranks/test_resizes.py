@@ -407,6 +407,9 @@ def _wrong_loops() -> dict[str, str]:
         for x in micro_batches:
             _loss(fixed, x).backward()
             found["before the last"] = _raised(torch.optim.SGD(fixed.parameters(), lr=0.1).step)
+            found["in a closure"] = _raised(
+                lambda: torch.optim.SGD(fixed.parameters(), lr=0.1).step(lambda: torch.zeros(()))
+            )
             break
         break
     fixed.zero_grad()
@@ -437,7 +440,8 @@ def test_a_loop_whose_weights_are_not_known_is_an_error() -> None:
             "one backward for all": "1 missing",
             "not sharded": "without a backward of a sharded model",
             "no micro-batches": "reduce='fixed' sums micro-batches",
-            "before the last": "before the last micro-batch of the global batch",
+            "before the last": "for each batch of this rank (1 missing)",
+            "in a closure": "before the last micro-batch of the global batch",
             "one left out": "one had no backward",
             "tensor parallelism": "reduce='fixed' for a tensor-parallel model",
             "8 bits": "8-bit blocks of precision=fs.Precision(wire=torch.int8)",

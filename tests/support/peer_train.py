@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from elastic_train import happen, resumed
+from elastic_train import happen, resumed, set_rate
 
 
 def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
@@ -24,6 +24,7 @@ def main(root: Path, steps: int, accidents: list[list[object]]) -> None:
             break
         happen(root, accidents, step)
         nn.functional.mse_loss(model(inputs), targets).backward()
+        set_rate(optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
         if int(os.environ["RANK"]) == 0:

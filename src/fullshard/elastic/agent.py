@@ -2,6 +2,7 @@
 
 One of the agents forms the rounds (`coordinator`): the one at the run's endpoint. If that host is lost, the
 oldest of the others takes over. All agents know it from the members of the last round, so no vote is needed.
+An agent that was cut off finds the group of the others again, from the same members (`groups`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.elastic.coordinator import BEAT_S, LOST_S, Coordinator, Times
-from fullshard.elastic.links import Link, Message, Refused, connect, key_of, listen
+from fullshard.elastic.coordinator import BEAT_S, LOST_S, Coordinator, Succession, Times
+from fullshard.elastic.groups import Asked, Place, Role, Step, next_step
+from fullshard.elastic.links import Link, Message, Refused, as_seen_through, connect, key_of, listen
 from fullshard.elastic.local_ranks import LocalRanks, Nursery, Round
+from fullshard.elastic.lookout import ask_all, first_messages, question
 from fullshard.elastic.rounds import Ending, History, Limits
 from fullshard.environment import host_name
 from fullshard.stop_signals import Interrupts
@@ -29,7 +32,8 @@ _TICK_S = 0.1
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # of schedulers, before a time limit
 _PROGRESS_S = 0.5
-_SUCCESSION_S = 20.0  # in which another agent takes over from one that is lost
+_RETRY_S = 0.3
+_MOST_MOVES = 4  # from agent to agent, until one names where the leader is
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,14 @@ class Agent:
         self._forms = False  # whether this agent forms the rounds in which it is
         self._link: Link | None = None
         self._selector = selectors.DefaultSelector()
-        self._spare: Any = None  # the socket on which this agent would form rounds
+        self._leader = ""  # the name of the agent that forms the rounds
+        self._leader_at: Place | None = None
         self._members: list[tuple[str, int, str]] = []  # of the last round, the oldest first
         self._number = 0
         self._sent_end = self._sent_failure = True
+        self._sent_ready = False  # that ranks can start here at once
         self._beat = self._looked = 0.0
+        self._turned = time.monotonic()
         self._first_step: int | None = None
         self._trained = False
         self._signals: list[int] = []
@@ -81,7 +88,6 @@ class Agent:
         self._leaving: int | None = None  # the signal that ended the part of this host
         self._code: int | None = None
         self._watched_nursery = -1
-        self._waited_since = time.monotonic()
 
     def run(self) -> int:
         with self._handling_signals():
@@ -101,8 +107,6 @@ class Agent:
         self._selector.close()
         if self._coordinator is not None:
             self._coordinator.close()
-        elif self._spare is not None:
-            self._spare.close()
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -119,78 +123,127 @@ class Agent:
     # ---- meeting the others
 
     def _meet(self) -> None:
-        """Find who forms rounds, or do it."""
+        """Find who forms rounds, or do it. Without a link afterwards, a signal has come, or the end."""
         target = self._request.endpoint
         if not target.address:
-            self._coordinate(listen("127.0.0.1", 0))
-            self._connect("127.0.0.1", self._coordinator_port)
+            self._serve(listen("127.0.0.1", 0), at_endpoint=True)
+            self._lead(Succession())
             return
         deadline = time.monotonic() + self._request.times.join_s
-        while self._leaving is None and not self._signals:
-            if target.is_here is not True and self._try_connect(target.address, target.port):
+        while self._leaving is None and not self._signals and self._code is None:
+            if target.is_here is not True and self._join(target.address, target.port):
                 return
             if target.is_here is not False and self._try_listen(target):
-                self._connect(self._reachable(target.address), target.port)
+                self._lead(Succession(self._number))
                 return
             if time.monotonic() > deadline:
                 waited = f"nobody answered at {target.address}:{target.port} for"
                 self._over(1, f"{waited} {self._request.times.join_s:g} s. Start the agent of that host")
                 return
-            time.sleep(0.3)
-
-    def _reachable(self, address: str) -> str:
-        return "127.0.0.1" if self._request.endpoint.is_here else address
-
-    @property
-    def _coordinator_port(self) -> int:
-        assert self._coordinator is not None
-        return self._coordinator.port
+            time.sleep(_RETRY_S)
 
     def _try_listen(self, target: Endpoint) -> bool:
+        if self._coordinator is not None and self._coordinator.at_endpoint:
+            return True
         address = "0.0.0.0" if target.is_here else target.address
         try:
             listener = listen(address, target.port)
         except OSError:
             return False
-        self._coordinate(listener)
+        self._serve(listener, at_endpoint=True)
         return True
 
-    def _coordinate(self, listener: Any, number: int = 0, because: str = "") -> None:
+    def _serve(self, listener: Any, at_endpoint: bool = False) -> None:
+        """Answer there. An agent that need not form rounds does so, too: others ask it what it does."""
         request = self._request
-        history = History(request.max_fruitless)
+        if self._coordinator is None:
+            self._coordinator = Coordinator(
+                listener,
+                self._name,
+                self._key,
+                request.limits,
+                request.times,
+                History(request.max_fruitless),
+                self._open_store,
+            )
+            if request.endpoint.address:
+                self._coordinator.endpoint = (request.endpoint.address, request.endpoint.port)
+            self._coordinator.start()
+        else:
+            self._coordinator.serve(listener)
+        self._coordinator.at_endpoint |= at_endpoint
+
+    def _lead(self, succession: Succession) -> None:
+        """Form rounds from now on, also for this host."""
+        coordinator = self._coordinator
+        assert coordinator is not None
+        coordinator.lead(succession)
         self._forms = True
-        self._coordinator = Coordinator(
-            listener, self._key, request.limits, request.times, history, self._open_store
-        )
-        self._coordinator.name = self._name
-        if number:
-            self._coordinator.continue_after(number, because, time.monotonic())
-            self._coordinator.watch(request.endpoint.address, request.endpoint.port)
-        self._coordinator.start()
+        address = "127.0.0.1" if coordinator.address == "0.0.0.0" else coordinator.address
+        if self._join(address, coordinator.port):
+            return
+        inner = listen("127.0.0.1", 0)  # an interface that is down may take the host's own address with it
+        coordinator.serve(inner)
+        if not self._join("127.0.0.1", int(inner.getsockname()[1])) and not self._signals:
+            self._over(1, f"this agent cannot connect to itself, at {address}:{coordinator.port}")
 
-    def _try_connect(self, address: str, port: int) -> bool:
-        try:
-            self._connect(address, port)
-        except OSError:
-            return False
-        return True
+    def _join(self, address: str, port: int) -> bool:
+        """Whether there is an answer from a group, which takes this host in, or has come to the end.
 
-    def _connect(self, address: str, port: int) -> None:
-        link = connect(address, port, self._key)
-        if self._spare is None and self._coordinator is None:
-            self._spare = listen(link.own_address, 0)
-        own_port = self._coordinator_port if self._coordinator else self._spare.getsockname()[1]
-        self._link = link
+        A connection alone says nothing: the system accepts it for a process that stands still.
+        """
+        for _ in range(_MOST_MOVES):
+            try:
+                link = connect(address, port, self._key)
+            except OSError:
+                return False
+            try:
+                if self._coordinator is None:
+                    self._serve(listen(link.own_address, 0))
+                link.send(**self._hello())
+                messages = first_messages(link, LOST_S)
+            except OSError:
+                messages = []
+            except Refused as error:
+                self._refuse(link, error)
+                return True
+            kind = messages[0]["kind"] if messages else ""
+            if kind == "move":
+                address, port = as_seen_through(link, messages[0]["address"]), int(messages[0]["port"])
+                link.close()
+                continue
+            if kind == "over":
+                self._handle(messages[0])
+            if kind != "welcome":
+                link.close()
+                return kind == "over"
+            self._enter(link, port, str(messages[0]["name"]))
+            for message in messages[1:]:
+                self._handle(message)
+            return True
+        return False
+
+    def _hello(self) -> Message:
+        assert self._coordinator is not None
+        self._sent_ready = self._nursery.ready
+        return {
+            "kind": "hello",
+            "name": self._name,
+            "host": host_name(),
+            "offer": self._request.offer,
+            "ready": self._sent_ready,
+            "limits": str(self._request.limits),
+            "port": self._coordinator.port,
+            "number": self._number,
+        }
+
+    def _enter(self, link: Link, port: int, leader: str) -> None:
+        assert self._coordinator is not None
+        self._link, self._leader, self._leader_at = link, leader, (link.address, port)
         self._selector.register(link, selectors.EVENT_READ)
-        link.send(
-            kind="hello",
-            name=self._name,
-            host=host_name(),
-            offer=self._request.offer,
-            limits=str(self._request.limits),
-            port=own_port,
-        )
-        self._waited_since = time.monotonic()
+        self._forms = leader == self._name
+        if not self._forms:
+            self._coordinator.follow(leader, self._leader_at)
 
     def _disconnect(self) -> None:
         if self._link is not None:
@@ -199,36 +252,68 @@ class Agent:
             self._link.close()
             self._link = None
 
-    def _succeed(self) -> None:
-        """Whoever formed the rounds is lost: end the ranks here, and go on with the oldest that is left."""
+    def _leave_group(self) -> None:
+        """The ranks here end, and agents that ask learn that this one looks for a leader."""
+        self._forms = False
+        if self._coordinator is not None:
+            self._coordinator.seek()
         self._disconnect()
         self._end_ranks()
+
+    def _seek(self) -> None:
+        """Whoever formed the rounds is lost to this agent: go on with those that are left, or come back."""
+        self._leave_group()
         if self._leaving is not None:
             return
-        if self._forms or not self._members:
-            self._over(1, "the agent that formed the rounds is gone before the first one")
+        if self._leader:
+            self._say(f"the connection to {_host(self._leader)}, which formed the rounds, is lost")
+        if not self._members:
+            self._meet()
             return
-        self._say(f"{self._members[0][2].rsplit('-', 2)[0]}, which formed the rounds, is lost")
-        deadline = time.monotonic() + _SUCCESSION_S
-        while time.monotonic() < deadline and not self._signals:
-            for address, port, name in self._members[1:]:
-                if name == self._name:
-                    self._take_over(f"{self._members[0][2].rsplit('-', 2)[0]} is lost")
-                    return
-                if self._try_connect(address, port):
-                    return
-            time.sleep(0.3)
-        self._over(1, "no other agent of the last round could be reached")
+        began = time.monotonic()
+        lost = {(address, port) for address, port, name in self._members if name == self._leader}
+        if self._leader_at is not None:
+            lost.add(self._leader_at)
+        while not self._signals and self._code is None:
+            older, others = self._ask_others(lost)
+            waited_s = time.monotonic() - began
+            step = next_step(older, others, lost, patient=waited_s < LOST_S)
+            if step is Step.TAKE_OVER:
+                self._take_over([*older, *others])
+                return
+            if not isinstance(step, Step) and self._join(*step):
+                return
+            if waited_s > self._request.times.join_s:
+                self._over(1, f"no group of the run has taken this host in for {waited_s:.0f} s")
+                return
+            time.sleep(_RETRY_S)
 
-    def _take_over(self, because: str) -> None:
-        """Form rounds from now on. Where this agent has done so before it gave way, it listens already."""
-        if self._coordinator is None:
-            self._coordinate(self._spare, self._number, because)
-            self._connect(str(self._spare.getsockname()[0]), self._coordinator_port)
-            return
-        self._forms = True
-        self._coordinator.continue_after(self._number, because, time.monotonic())
-        self._connect(self._reachable(self._request.endpoint.address), self._coordinator_port)
+    def _ask_others(self, lost: set[Place]) -> tuple[list[Asked], list[Asked]]:
+        """Everybody who may know of a group: the members before this one, and the others."""
+        assert self._coordinator is not None
+        names = [name for _, _, name in self._members]
+        own = names.index(self._name) if self._name in names else len(names)
+        places = [(address, port) for address, port, _ in self._members]
+        endpoint = self._request.endpoint
+        more = [*lost, (endpoint.address, endpoint.port), self._coordinator.invited_by]
+        others = [*places[own + 1 :], *(place for place in more if place is not None and place[0])]
+        asked = ask_all(list(dict.fromkeys([*places[:own], *others])), self._key, question())
+        older = [one for one in asked if one.place in places[:own]]
+        rest = [one for one in asked if one.place not in places[:own]]
+        return older, [one for one in rest if one.answer is None or one.answer.name != self._name]
+
+    def _take_over(self, asked: list[Asked]) -> None:
+        answers = [one.answer for one in asked if one.answer is not None]
+        because = f"{_host(self._leader)} is lost" if self._leader else "no other group is left"
+        self._lead(
+            Succession(
+                self._number,
+                because,
+                time.monotonic(),
+                {name: (address, port) for address, port, name in self._members if name != self._name},
+                frozenset(answer.name for answer in answers if answer.role is Role.SEEKS),
+            )
+        )
 
     def _end_ranks(self) -> None:
         """At once: their round is over."""
@@ -247,13 +332,15 @@ class Agent:
         if self._code is not None:
             return
         if self._link is None:
-            if self._leaving is not None and not self._ranks.running:
+            if self._leaving is None:
+                self._seek()
+            elif not self._ranks.running:
                 self._over(128 + self._leaving, f"stopped by {signal.Signals(self._leaving).name}")
             return
         try:
             self._report()
         except OSError:
-            self._succeed()
+            self._seek()
 
     def _select(self, beats: bool = True) -> None:
         if self._nursery.fileno() != self._watched_nursery:
@@ -273,6 +360,8 @@ class Agent:
             self._selector.unregister(descriptor)
             self._watched_nursery = -1
             self._ranks.end_all()
+            if not self._nursery.ready and self._leaving is None:  # one that cannot start waits for a round
+                self._nursery.start()
             return
         for message in messages:
             self._ranks.handle(message)
@@ -282,18 +371,21 @@ class Agent:
         try:
             messages = self._link.receive()
         except Refused as error:
-            self._over(
-                1,
-                f"the agent at {self._link.address} is not of this run ({error}). Give all agents the same "
-                "--rdzv-id and FULLSHARD_RUN_SECRET",
-            )
+            self._refuse(self._link, error)
             return
         except OSError:
-            self._succeed()
+            self._seek()
             return
         for message in messages:
             if self._code is None:
                 self._handle(message)
+
+    def _refuse(self, link: Link, error: Refused) -> None:
+        self._over(
+            1,
+            f"the agent at {link.address} is not of this run ({error}). Give all agents the same "
+            "--rdzv-id and FULLSHARD_RUN_SECRET",
+        )
 
     def _handle(self, message: Message) -> None:
         kind = message["kind"]
@@ -308,17 +400,26 @@ class Agent:
         elif kind == "leave" and message["round"] == self._number:
             self._ranks.request_to_leave()
         elif kind == "move" and self._leaving is None:
-            self._disconnect()
-            self._end_ranks()
-            self._forms = False
-            if not self._try_connect(message["address"], message["port"]):
-                self._meet()
+            self._move(message)
         elif kind == "over":
             self._over(int(message["code"]), str(message["text"]))
 
+    def _move(self, message: Message) -> None:
+        """To another group of the run, to which that of this agent gives way."""
+        assert self._link is not None
+        address = str(message["address"])
+        if not self._forms:
+            address = as_seen_through(self._link, address)
+        self._leave_group()
+        if self._join(address, int(message["port"])) or self._code is not None:
+            return
+        self._leader = ""  # it is not lost
+        self._seek()
+
     def _start(self, message: Message) -> None:
         assert self._link is not None
-        self._members = [(str(a), int(p), str(n)) for a, p, n in message["members"]]
+        link = self._link
+        self._members = [(as_seen_through(link, str(a)), int(p), str(n)) for a, p, n in message["members"]]
         round_ = Round(**message["round"], address=self._link.address)
         self._number = round_.number
         self._first_step, self._trained = None, False
@@ -331,11 +432,17 @@ class Agent:
         """Beats, the progress of the ranks, and how they ended."""
         assert self._link is not None
         now = time.monotonic()
-        if now - self._link.heard_s > LOST_S:
+        if now - self._turned > LOST_S / 2:  # this process stood still: the leader may be there nevertheless
+            self._link.heard_s = now
+        self._turned = now
+        if now - self._link.heard_s > LOST_S and not self._forms:
             raise ConnectionError("not heard of")
         if now - self._beat >= BEAT_S:
             self._beat = now
             self._link.send(kind="beat")
+        if self._nursery.ready != self._sent_ready:
+            self._sent_ready = self._nursery.ready
+            self._link.send(kind="ready", ready=self._sent_ready)
         if self._sent_end:
             if self._leaving is not None:
                 self._disconnect()
@@ -405,3 +512,8 @@ class Agent:
         line |= {name: message[name] for name in ("round", "record", "code") if name in message}
         with open(self._request.record, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _host(name: str) -> str:
+    """The host of an agent, from its name."""
+    return name.rsplit("-", 2)[0]

@@ -4,11 +4,15 @@ It is a thread that waits for messages of agents, of its own too. An agent offer
 enough, all get their places in a round; when a rank fails or an agent is lost, the others stop theirs; when
 all have ended, the next round is formed of who is there. Agents that join while a round runs wait until its
 ranks have left after a save.
+
+Every agent has such a thread, though only one leads: the others' say to those who ask where the leader is,
+and are there if they have to take over (`groups`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import selectors
 import socket
 import threading
@@ -17,12 +21,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fullshard.elastic.links import Link, Message, Refused, connect
-from fullshard.elastic.rounds import Ending, History, Limits, Verdict, cause, shares
+from fullshard.elastic.groups import Answer, Group, Place, Role, gives_way
+from fullshard.elastic.links import Link, Message, Refused, is_loopback
+from fullshard.elastic.lookout import Look, Lookout
+from fullshard.elastic.rounds import Ending, History, Limits, Verdict, cause, offers_now, shares
 
 BEAT_S, LOST_S = 1.0, 8.0  # an agent is lost when nothing was heard of it for so long
 _TICK_S = 0.1
-_LOOK_S = 1.0  # between looks at the endpoint of the run, where an agent may have started anew
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Member:
     name: str = ""  # unique among the agents of a run
     host: str = ""
     offer: int = 0
-    port: int = 0  # where it would listen, if it had to form rounds
+    ready: bool = False  # its ranks can start at once
+    moved: bool = False  # it was sent to another group, and closes the connection next
+    port: int = 0  # where its own such thread listens
     share: int = 0  # in the current round
     endings: list[Ending] | None = None  # of its ranks in this round, once all have ended
     progress: dict[str, Any] = field(default_factory=dict)
@@ -51,20 +58,46 @@ class Member:
         return self.share > 0 and self.endings is None
 
 
+@dataclass(frozen=True)
+class Succession:
+    """What an agent knows that goes on with the rounds of another one."""
+
+    number: int = 0  # of the last round
+    because: str = "it begins"
+    failed_at: float | None = None
+    members: dict[str, Place] = field(default_factory=dict)  # of the last round, without this agent
+    expected: frozenset[str] = frozenset()  # those of them that seek a group, and will come
+
+
 class Coordinator:
-    """Runs in a thread until `over` is set, or until it is closed."""
+    """Runs in a thread until it is closed. `lead`, `follow` and `seek` are called by its agent."""
 
     def __init__(
         self,
         listener: socket.socket,
+        name: str,
         key: bytes,
         limits: Limits,
         times: Times,
         history: History,
         open_store: Callable[[], tuple[Any, int]],
     ) -> None:
-        self._listener, self._key, self._limits, self._times = listener, key, limits, times
+        self._key, self._limits, self._times = key, limits, times
         self._history, self._open_store = history, open_store
+        self._listeners = [listener]
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._role = Role.SEEKS
+        self._leader: tuple[str, Place] | None = None  # of the group in which its agent is, if it follows
+        self._lookout = Lookout(key)
+        self._strays: dict[str, tuple[Place, float]] = {}  # who may lead a group elsewhere, and since when
+        self._strayed_s = 0.0  # when a member was last lost
+        self._hurries = False  # to look for it
+        self._expected: frozenset[str] = frozenset()
+        self._heard_number = 0  # the highest of a round in which members were, wherever that was
+        self._reported_wait = False
+        self.invited_by: Place | None = None  # a leader that has asked here, while this agent seeks
+        self.at_endpoint = False
+        self.endpoint: Place | None = None  # where else newcomers of the run come to
         self._members: list[Member] = []
         self._unknown: list[Member] = []  # connections that have not yet introduced themselves
         self._selector = selectors.DefaultSelector()
@@ -82,77 +115,122 @@ class Coordinator:
         self._because = "it begins"
         self._over: Message | None = None
         self._closed = threading.Event()
-        self._watched: tuple[str, int] | None = None
-        self._looked = 0.0
-        self._elsewhere: dict[str, Any] = {}  # where a group is that this one has given way to
-        self._elsewhere_s = 0.0  # when it was last heard of
-        self.port = int(listener.getsockname()[1])
-        self.name = ""  # of the agent in whose process this is
+        self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
+        self.name = name  # of the agent in whose process this is
         self._thread = threading.Thread(target=self._run, name="fullshard coordinator", daemon=True)
 
     def start(self) -> Coordinator:
         self._thread.start()
         return self
 
-    def continue_after(self, number: int, because: str, failed_at: float) -> None:
-        """The rounds of an agent that is gone are continued here. For when nobody is a member."""
-        self._elsewhere = {}
-        self._number, self._because, self._failed_at = number, because, failed_at
+    # ---- called by its agent, done by the thread before it handles what arrives later
 
-    def watch(self, address: str, port: int) -> None:
-        """Before `start`: whoever comes to the endpoint of the run, which nobody serves, is sent here."""
-        self._watched = (address, port)
+    def serve(self, listener: socket.socket) -> None:
+        """Listen there as well."""
+        self._commands.put(lambda: self._serve(listener))
+
+    def lead(self, succession: Succession) -> None:
+        """Form rounds from now on."""
+        self._commands.put(lambda: self._lead(succession))
+
+    def follow(self, name: str, place: Place) -> None:
+        """The agent is in the group of another one: whoever comes here is sent there."""
+        self._commands.put(lambda: self._set_role(Role.FOLLOWS, (name, place)))
+
+    def seek(self) -> None:
+        """The agent is in no group."""
+        self._commands.put(lambda: self._set_role(Role.SEEKS, None))
+
+    def _serve(self, listener: socket.socket) -> None:
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def _lead(self, succession: Succession) -> None:
+        for member in list(self._members):
+            self._drop(member)
+        now = time.monotonic()
+        self._role, self._leader = Role.LEADS, None
+        self._running = self._stopping = self._growing = self._reported_wait = False
+        self._number, self._because = max(self._number, succession.number), succession.because
+        self._failed_at, self._forming_since, self._joined = succession.failed_at, now, now
+        self._strays = {name: (place, now) for name, place in succession.members.items()}
+        self._expected = succession.expected
+
+    def _set_role(self, role: Role, leader: tuple[str, Place] | None) -> None:
+        for member in list(self._members):
+            if not member.moved:  # its agent has lost the connection to this thread: nobody leads here
+                self._drop(member)
+        self._role, self._leader, self.invited_by = role, leader, None
+        self._running = False
 
     def close(self) -> None:
         self._closed.set()
+        self._lookout.close()
         self._thread.join()
         for member in (*self._members, *self._unknown):
             member.link.close()
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._store = None
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            for key, _ in self._selector.select(_TICK_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
+            events = self._selector.select(_TICK_S)
+            while not self._commands.empty():
+                self._commands.get()()
+            for key, _ in events:
+                if isinstance(key.data, Member):
                     self._receive(key.data)
+                else:
+                    self._accept(key.fileobj)
             self._beat_all()
-            self._look_at_endpoint()
-            if self._over is None:
+            self._look_around()
+            if self._over is None and self._role is Role.LEADS:
                 self._decide()
 
     # ---- connections
 
-    def _accept(self) -> None:
+    def _accept(self, listener: Any) -> None:
         with contextlib.suppress(OSError):
-            member = Member(Link(self._listener.accept()[0], self._key))
+            member = Member(Link(listener.accept()[0], self._key))
             self._unknown.append(member)
             self._selector.register(member.link, selectors.EVENT_READ, member)
 
     def _receive(self, member: Member) -> None:
         try:
             messages = member.link.receive()
-        except (OSError, Refused):
+        except Refused:
+            self._send(member, kind="refused")  # signed, so the other side finds the same
+            self._lose(member)
+            return
+        except OSError:
             self._lose(member)
             return
         for message in messages:
             with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version: not understood
                 self._handle(member, message)
 
-    def _lose(self, member: Member) -> None:
+    def _drop(self, member: Member) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(member.link)
         member.link.close()
-        if member in self._unknown:
-            self._unknown.remove(member)
-            return
+        for known in (self._unknown, self._members):
+            if member in known:
+                known.remove(member)
+
+    def _lose(self, member: Member) -> None:
         if member not in self._members:
+            self._drop(member)
             return
         first = self._first_rank(member)
-        self._members.remove(member)
+        self._drop(member)
+        if self._role is not Role.LEADS:
+            return
+        if member.offer and member.name != self.name:
+            self._strayed_s = time.monotonic()
+            self._strays[member.name] = ((member.link.address, member.port), self._strayed_s)
+            self._hurries = True
         if member.busy and self._over is None:
             known = member.progress
             step, loaded = known.get("step"), known.get("loaded", "")
@@ -183,21 +261,64 @@ class Coordinator:
                 self._lose(member)
         self._send_all(kind="beat")
 
-    def _look_at_endpoint(self) -> None:
-        """An agent that starts at the run's endpoint finds nobody there, and forms rounds of its own."""
-        if self._watched is None or time.monotonic() - self._looked < _LOOK_S:
+    # ---- other groups
+
+    @property
+    def _group(self) -> Group:
+        ranks = sum(member.offer for member in self._members)
+        number = max(self._number, self._heard_number)
+        enough = ranks >= self._limits.least
+        return Group(enough, number, ranks, self.at_endpoint, self.name, str(self._limits))
+
+    def _look_around(self) -> None:
+        """Other groups can only be where agents were, or where newcomers come to."""
+        looks = self._role is Role.LEADS and self._over is None and bool(self._members)
+        now, here = time.monotonic(), {member.name for member in self._members}
+        # An agent that leads fewer than MIN ranks gives up after that time, too.
+        self._strays = {
+            name: (place, since)
+            for name, (place, since) in self._strays.items()
+            if name not in here and now - since < self._times.join_s
+        }
+        places = [place for place, _ in self._strays.values()]
+        if self.endpoint is not None and not self.at_endpoint:
+            places.append(self.endpoint)
+        look = Look(self._group, self.port, tuple(dict.fromkeys(places))) if looks and places else None
+        self._lookout.aim(look)
+        if self._hurries:
+            self._hurries = False
+            self._lookout.hurry()
+        for done in self._lookout.found():
+            for one in done.found:
+                answer = one.answer
+                if answer is None or self._role is not Role.LEADS:
+                    continue
+                if answer.group is not None and gives_way(done.group, answer.group):
+                    self._give_way(one.place)
+                elif answer.place is not None and answer.leader not in (self.name, *here):
+                    self._strays.setdefault(answer.leader, (answer.place, now))
+
+    def _give_way(self, place: Place) -> None:
+        """The agents of this group, its own too, go over to another one."""
+        if self._role is not Role.LEADS or self._over is not None:
             return
-        self._looked = time.monotonic()
-        address, port = self._watched
-        with contextlib.suppress(OSError, Refused):
-            link = connect(address, port, self._key, 0.5)
-            try:
-                link.send(kind="elsewhere", port=self.port, number=self._number)
-                deadline = time.monotonic() + 0.5
-                while time.monotonic() < deadline and not link.receive():
-                    time.sleep(0.02)
-            finally:
-                link.close()
+        self._role, self._running, self._store = Role.SEEKS, False, None
+        for member in list(self._members):
+            member.moved = True
+            self._send(member, kind="move", address=place[0], port=place[1])
+
+    def _answer(self, member: Member, message: Message) -> None:
+        """To whoever asks what this agent does; a leader that asks does so for its group."""
+        group = self._group if self._role is Role.LEADS else None
+        leader, where = ("", None) if self._leader is None else self._leader
+        self._send(member, **Answer(self._role, self.name, group, leader, where).message())
+        if message["group"] is None:
+            return
+        asking, place = Group(**message["group"]), (member.link.address, int(message["port"]))
+        if self._role is Role.SEEKS:
+            self.invited_by = place
+        elif group is not None and asking.name != self.name and gives_way(group, asking):
+            self._give_way(place)
 
     # ---- messages
 
@@ -205,8 +326,11 @@ class Coordinator:
         kind = message["kind"]
         if kind == "hello":
             self._join(member, message)
-        elif kind == "elsewhere":
-            self._redirect(member, message)
+        elif kind == "where":
+            self._answer(member, message)
+        elif kind == "ready":
+            member.ready = bool(message["ready"])
+            self._welcome(member)
         elif message.get("round") != self._number:
             return  # a beat, or of an earlier round
         elif kind == "progress":
@@ -234,36 +358,55 @@ class Coordinator:
             self._send(member, kind="over", code=2, text=f"{text}. Give all agents of a run the same.")
             self._lose(member)
             return
+        if self._role is Role.FOLLOWS and self._leader is not None:
+            address, port = self._leader[1]
+            self._send(member, kind="move", address=address, port=port)
+            return
+        if self._role is Role.SEEKS:
+            self._send(member, kind="seeking")
+            return
         self._unknown.remove(member)
         member.name, member.host = str(message["name"]), str(message["host"])
         member.offer, member.port = int(message["offer"]), int(message["port"])
-        self._members.append(member)
+        member.ready = bool(message["ready"])
+        for other in [one for one in self._members if one.name == member.name]:
+            self._lose(other)  # its connection was cut, which has not been noticed here yet
+        self._members.insert(0 if member.name == self.name else len(self._members), member)
         self._joined = time.monotonic()
+        self._heard_number = max(self._heard_number, int(message["number"]))
+        self._send(member, kind="welcome", name=self.name)
         if self._over is not None:
             self._send(member, **self._over)
-        elif self._elsewhere and self._joined - self._elsewhere_s < LOST_S:
-            self._send(member, kind="move", **self._elsewhere)
-        elif self._running and not self._stopping:
-            self._send(
-                member, kind="wait", text="a round is running, which will make room after its next save"
-            )
-            self._ask_to_leave()
+        else:
+            self._welcome(member)
 
-    def _redirect(self, member: Member, message: Message) -> None:
-        """There is a group of agents of this run elsewhere. Ours go there, if it has had more rounds."""
-        self._send(member, kind="beat")
-        if int(message["number"]) > self._number:
-            self._elsewhere = {"address": member.link.address, "port": int(message["port"])}
-            self._elsewhere_s = time.monotonic()
-            self._send_all(kind="move", **self._elsewhere)
+    def _welcome(self, member: Member) -> None:
+        """A member that can have ranks at once, while a round runs: make room."""
+        if not self._running or self._stopping or member.share:
+            return
+        if not member.ready:
+            text = "the ranks of this host are being prepared; those of the others train until that is done"
+        elif self._ask_to_leave():
+            text = "a round is running, which will make room after its next save"
+        else:
+            text = f"a round is running, without room for more ranks (--elastic {self._limits}): waiting"
+        self._send(member, kind="wait", text=text)
 
-    def _ask_to_leave(self) -> None:
+    def _ask_to_leave(self) -> bool:
         """If another round would have more ranks."""
         now = sum(member.share for member in self._members)
-        given = shares([member.offer for member in self._members], self._limits)
-        if given is not None and sum(given) > now and not self._growing:
+        given = shares(self._offers(), self._limits)
+        grows = given is not None and sum(given) > now
+        if grows and not self._growing:
             self._growing = True
             self._send_all(kind="leave", round=self._number)
+        return grows
+
+    def _offers(self) -> list[int]:
+        members = self._members
+        is_first = max(self._number, self._heard_number) == 0
+        offers, ready = [one.offer for one in members], [one.ready for one in members]
+        return offers_now(offers, ready, self._limits, is_first)
 
     # ---- rounds
 
@@ -282,11 +425,13 @@ class Coordinator:
             if not any(member.busy for member in self._members):
                 self._conclude()
             return
-        given = shares([member.offer for member in self._members], self._limits)
+        given = shares(self._offers(), self._limits)
         now = time.monotonic()
-        if not self._members:  # all have gone elsewhere, this agent too
+        if all(member.name != self.name for member in self._members):
             self._forming_since = now
-        elif given is None:
+            return  # its own agent is about to come
+        if given is None:
+            self._report_wait()
             offered = sum(member.offer for member in self._members)
             if now - self._forming_since > self._times.join_s:
                 hosts = ", ".join(f"{one.host} ({one.offer})" for one in self._members) or "none"
@@ -299,19 +444,39 @@ class Coordinator:
         if given is None:
             return
         complete = sum(given) == self._limits.most
-        if self._number == 0 and not complete and now - self._joined < self._times.last_call_s:
+        begun = max(self._number, self._heard_number) > 0
+        if not begun and not complete and now - self._joined < self._times.last_call_s:
             return
+        if self._strays and not self._lookout.has_looked_since(self._strayed_s):
+            return  # who is lost here may have gone on elsewhere: then this group goes there
+        here = {member.name for member in self._members}
+        if not complete and self._expected - here and now - self._forming_since < LOST_S:
+            return
+        self._expected = frozenset()
         self._begin(given)
 
+    def _report_wait(self) -> None:
+        """Once, where a run has lost too much to go on."""
+        is_early = bool(self._expected) and time.monotonic() - self._forming_since < LOST_S
+        if self._number == 0 or self._reported_wait or is_early:
+            return
+        self._reported_wait = True
+        offered = sum(member.offer for member in self._members)
+        text = f"{offered} ranks are there, and --elastic {self._limits} needs {self._limits.least}"
+        self._send_all(kind="wait", text=f"{text}: waiting for more, and looking for the other hosts")
+
     def _begin(self, given: list[int]) -> None:
-        self._number += 1
+        if self._heard_number > self._number and self._because == "it begins":
+            self._because = "the hosts have met again"
+        self._number = max(self._number, self._heard_number) + 1
+        self._reported_wait = False
         self._store, port = self._open_store()
         self._replaces_s = self._failed_at
         self._running, self._stopping, self._growing = True, False, False
         self._lost, self._endings, self._progress, self._left = [], [], [], {}
         members, first = list(self._members), 0
         hosts = [member for member, share in zip(members, given, strict=True) if share]
-        known = [[member.link.address, member.port, member.name] for member in members]
+        known = [[_address(member), member.port, member.name] for member in members]
         known.sort(key=lambda one: one[2] != self.name)  # whoever forms the rounds, then the oldest
         plan = []
         for member, share in zip(members, given, strict=True):
@@ -422,6 +587,11 @@ class Coordinator:
     def _finish(self, code: int, text: str) -> None:
         self._over = {"kind": "over", "code": code, "text": text}
         self._send_all(**self._over)
+
+
+def _address(member: Member) -> str:
+    """As others may use it; empty: that of this agent's host, which each of them knows by its own link."""
+    return "" if is_loopback(member.link.address) else member.link.address
 
 
 def _has_trained(progress: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import secrets
 import socket
@@ -101,6 +102,18 @@ class Link:
 
     def _write(self, outer: Message) -> None:
         self._socket.sendall(json.dumps(outer).encode() + b"\n")
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def as_seen_through(link: Link, address: str) -> str:
+    """An address that the other side gave: if it is its own host there, it is the other side's host here."""
+    return link.address if not address or is_loopback(address) else address
 
 
 def listen(address: str, port: int) -> socket.socket:

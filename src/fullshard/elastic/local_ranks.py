@@ -34,6 +34,12 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._buffer = b""
+        self._is_ready = self._failed = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what ranks need; or has failed to, so that waiting for it is of no use."""
+        return self._is_ready or self._failed
 
     def fileno(self) -> int:
         return -1 if self._channel is None else self._channel.fileno()
@@ -63,13 +69,19 @@ class Nursery:
             self.close()
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        if any("ready" in message for message in messages):
+            self._is_ready, self._failed = True, False
+        return messages
 
     def close(self) -> None:
         """It ends the ranks that are left, removes the folder, and ends."""
         if self._channel is not None and self._process is not None:
             self._channel.close()
             self._channel, self._buffer = None, b""
+            if not self._is_ready:  # it has no ranks, and would import for seconds before it looks
+                self._process.kill()
+            self._is_ready, self._failed = False, not self._is_ready
             self._process.wait()
 
 

@@ -181,3 +181,15 @@ def shares(offers: Sequence[int], limits: Limits) -> list[int] | None:
         given.append(min(offer, left))
         left -= given[-1]
     return given
+
+
+def offers_now(
+    offers: Sequence[int], ready: Sequence[bool], limits: Limits, is_first: bool = False
+) -> list[int]:
+    """What each host has for a round that begins now.
+
+    All ranks would wait for a host that still imports what its ranks need, so it comes later, unless there
+    are fewer than MIN without it. When a run begins, all hosts import at the same time.
+    """
+    at_once = [offer if is_ready else 0 for offer, is_ready in zip(offers, ready, strict=True)]
+    return list(offers) if is_first or sum(at_once) < limits.least else at_once

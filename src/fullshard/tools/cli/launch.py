@@ -307,6 +307,17 @@ def _signals(arguments: argparse.Namespace) -> PassedOn:
     return PassedOn(limit_s)
 
 
+@contextlib.contextmanager
+def _records_removed() -> Iterator[None]:
+    """Ranks that were killed, or have left by os._exit, cannot remove what they have recorded in memory."""
+    from fullshard.comm.recorder_files import records_parent, records_prefix, remove_abandoned
+
+    try:
+        yield
+    finally:
+        remove_abandoned(records_parent(), records_prefix())
+
+
 def start(launching: Launching) -> int:
     """Run torchrun in this process. The exit code is that of the rank that failed first."""
     from torch.distributed import run as torchrun
@@ -316,7 +327,7 @@ def start(launching: Launching) -> int:
     arguments = _torchrun_arguments(launching.words)
     signals = _signals(arguments)
     try:
-        with _log_folder(arguments), signals.listening():
+        with _records_removed(), _log_folder(arguments), signals.listening():
             torchrun.run(arguments)  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
