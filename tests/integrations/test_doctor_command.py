@@ -16,12 +16,21 @@ from fullshard.tools.cli import doctor
 from fullshard.tools.cli.app import run
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "faulty_trainings.py"
-RATES = {"rate_scaled_once": [], "rate_scaled_twice": ["learning-rate-scaled-twice"]}
+RATES = {
+    "rate_scaled_once": [],
+    "right_warmup_by_ranks": [],
+    "right_measured_first": [],
+    "rate_scaled_twice": ["learning-rate-scaled-twice"],
+    "rate_of_one_group_scaled_twice": ["learning-rate-scaled-twice"],
+    "rate_scaled_twice_with_a_warmup_by_ranks": ["learning-rate-scaled-twice"],
+    "loss_times_ranks": ["loss-scaled-by-ranks"],
+}
 RESUMED = {
     "right_resume": "",
     "resumed_data": "begins again with the first batch",
     "resumed_schedule": "schedule",
     "resumed_optimizer": "learning rate",
+    "resumed_with_a_new_optimizer": "fs.load was called without it",
 }
 
 
@@ -132,6 +141,51 @@ def test_a_script_that_cannot_be_examined_gets_one_clear_message(
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+_CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5342"
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ([_CLOSED, "KeyError: 'labels'"], "rank 1 of 2: KeyError: 'labels'"),
+        (
+            ["Stalled: rank 1 does not come", "ended with exit code -11"],
+            "rank 1 of 2: ended with exit code -11",
+        ),
+        ([_CLOSED, None], ":5342 (rank 1 had ended by itself)"),
+    ],
+)
+def test_of_several_ranks_that_fail_the_one_with_an_error_of_its_own_is_named(
+    errors: list[str | None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stalled = {"kind": "refused", "step": 0, "error": "Stalled", "what": "x", "remedy": "y"}
+    results = [
+        {"events": [stalled] if error and error.startswith("Stalled") else [], "error": error}
+        for error in errors
+    ]
+    monkeypatch.setattr(doctor, "_run", lambda *_: results)
+    assert run(["doctor", str(SCRIPT)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_find_its_checkpoint_again_is_told_that_resuming_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing: dict[str, Any] = {key: {} for key in ("copies", "buffers", "beside")}
+    step = {"kind": "step", "step": 0, "model": 0, "optimizer": 0, "rates": [], "bases": [], "unheld": []}
+    saved = {"kind": "saved", "step": 0, "path": "/checkpoint", "optimizer": True}
+    sharded = {"kind": "sharded", "step": 0, "model": 0, "untied": [], "recomputes": False}
+    loaded = {"kind": "loaded", "step": 0, "path": "/checkpoint", "extra": [], "optimizer": True}
+    for again, told in (([], True), ([loaded], False)):
+        events = [sharded, *again, step | nothing, saved]
+        monkeypatch.setattr(doctor, "_run", _recorded(events))
+        assert run(["doctor", str(SCRIPT)]) == 0
+        assert ("resuming was not checked" in capsys.readouterr().out) == told
 
 
 def test_what_the_engine_refuses_is_a_finding(

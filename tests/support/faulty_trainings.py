@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -228,6 +230,256 @@ def right_adversaries() -> None:
             optimizer.zero_grad()
 
 
+class Located(Model):
+    """Gets positions and a constant table beside its data."""
+
+    def forward(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + table[positions])
+
+
+def right_positions_and_a_table() -> None:
+    table = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        return F.mse_loss(model(x, torch.arange(WIDTH).repeat(BATCH, 1), table.expand(3 * WIDTH, -1)[0]), y)
+
+    loop(sharded(Located()), loss_of)
+
+
+def right_adjacency() -> None:
+    """Rows of a constant matrix are no samples."""
+    matrix = torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    class Joined(Model):
+        def forward(self, x: Tensor, matrix: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x @ matrix)
+
+    loop(sharded(Joined()), lambda m, s: F.mse_loss(m(batch(s)[0], matrix), batch(s)[1]))
+
+
+def right_epochs_of_a_small_dataset() -> None:
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        epoch, place = divmod(step, 2)
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(epoch))[rank() :: ranks()]
+        x = data[order[place * BATCH : (place + 1) * BATCH]]
+        return F.mse_loss(model(x), x.sum(1, keepdim=True).tanh())
+
+    loop(sharded(Model()), loss_of)
+
+
+def _go_back(loss: Tensor) -> None:
+    loss.backward()
+
+
+def right_adversaries_with_one_way_back() -> None:
+    """All losses go back in one line; the second model's gradients are zeroed before its own."""
+    first, second = sharded(Model()), sharded(Model())
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (first, second)]
+    for step in range(STEPS):
+        x, _ = batch(step)
+        made = x * first(x)
+        optimizers[1].zero_grad()
+        _go_back(F.softplus(-second(x)).mean())
+        _go_back(F.softplus(second(made.detach())).mean())
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        _go_back(F.softplus(-second(made)).mean())
+        optimizers[0].step()
+
+
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, 1) for name in ("first", "second")})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        out: Tensor = self.heads[task](self.body(x).tanh())
+        return out
+
+
+def right_tasks() -> None:
+    """Losses of two tasks from one line: their sum is meant."""
+    model = sharded(Tasks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for index, task in enumerate(("first", "second")):
+            x, y = batch(2 * step + index)
+            F.mse_loss(model(x, task), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def right_closure() -> None:
+    _with_closure(sharded(Model()), torch.optim.SGD)
+
+
+def _with_closure(model: nn.Module, kind: type[torch.optim.SGD]) -> None:
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+class Sharpness(torch.optim.SGD):
+    """Calls its closure twice, the second time at other parameters, and its base class's step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        ways = [0.05 * p.grad for p in held]
+        with torch.no_grad():
+            for parameter, way in zip(held, ways, strict=True):
+                parameter.add_(way)
+            with torch.enable_grad():
+                loss = closure()
+            for parameter, way in zip(held, ways, strict=True):
+                parameter.sub_(way)
+        super().step()
+        return loss
+
+
+def right_closure_twice() -> None:
+    _with_closure(sharded(Model()), Sharpness)
+
+
+def right_gradient_penalty() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.mse_loss(out, y) + slope.square().mean()
+
+    loop(sharded(Model(), strategy="replicate", precision="fp32"), loss_of)
+
+
+def right_adversarial_inputs() -> None:
+    """Gradients with respect to inputs, through the graph of which the loss goes back too."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        x.requires_grad_()
+        loss = F.mse_loss(model(x), y)
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss + F.mse_loss(model((x + 0.1 * slope.sign()).detach()), y)
+
+    loop(sharded(Model()), loss_of)
+
+
+def right_with_a_planner() -> None:
+    """Something goes back without values between steps."""
+    loop(
+        sharded(Model()),
+        after_step=lambda: torch.ones(3, device="meta", requires_grad=True).sum().backward(),
+    )
+
+
+class OwnDice(nn.Module):
+    """Holds generators of Python and numpy, also in an object of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.dice = random.Random(seed)
+        self.held = {"numpy": numpy.random.default_rng(seed)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(self.held["numpy"].random(tuple(x.shape)))
+        return x * (0.9 + 0.1 * noise.to(x.dtype)) * (0.9 + 0.1 * self.dice.random())
+
+
+def right_generators_in_a_module() -> None:
+    loop(sharded(Model(OwnDice(rank()))))
+
+
+class Remembering(nn.Module):
+    """Keeps a hidden state, and the last of them, in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+        self.past: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x if self.state is None else x + 0.5 * self.state + 0.1 * self.past[0]
+        self.state = out.detach()
+        self.past = [*self.past, out.detach()][-2:]
+        return out
+
+
+def right_hidden_state() -> None:
+    loop(sharded(Model(Remembering())))
+
+
+class Taught(nn.Module):
+    """A teacher that is the average of the student, taken in forward or by the script."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = Model(), Model().requires_grad_(False)
+        self.in_forward = in_forward
+
+    def average(self) -> None:
+        with torch.no_grad():
+            for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_forward:
+            self.average()
+        out: Tensor = self.student(x) - self.teacher(x).detach()
+        return out
+
+
+def right_momentum_encoder() -> None:
+    model = sharded(Taught(True))
+    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loop(model, optimizer=torch.optim.SGD(held, lr=0.1))
+
+
+def right_teacher() -> None:
+    taught = Taught(False)
+    model = sharded(taught)
+
+    def average() -> None:
+        with fs.full(model):
+            taught.average()
+
+    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loop(model, optimizer=torch.optim.SGD(held, lr=0.1), after_step=average)
+
+
+def right_time_first() -> None:
+    """(time, batch, features): the sum over time, the mean over samples."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = torch.stack([batch(10 * step + time, size=3)[0] for time in range(5)])
+        return F.mse_loss(model(x), x.sum(2, keepdim=True).tanh(), reduction="sum") / x.size(1)
+
+    loop(sharded(Model()), loss_of)
+
+
+def right_root_of_a_mean() -> None:
+    loop(sharded(Model()), lambda m, s: F.mse_loss(m(batch(s)[0]), batch(s)[1]).sqrt())
+
+
+def diverging() -> None:
+    """Right, but for its learning rate: the loss is no number after some steps."""
+    model = sharded(Model())
+    loop(model, optimizer=torch.optim.SGD(model.parameters(), lr=1e20))
+
+
 # ---- wrong
 
 
@@ -270,6 +522,48 @@ def same_data_in_another_order() -> None:
 
 def sum_of_losses() -> None:
     loop(sharded(Model()), lambda m, s: F.mse_loss(m(batch(s)[0]), batch(s)[1], reduction="sum"))
+
+
+def sum_with_a_mask_for_all() -> None:
+    class Masked(Model):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * mask)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        return F.mse_loss(model(x, torch.ones(1, WIDTH)), y, reduction="sum")
+
+    loop(sharded(Masked()), loss_of)
+
+
+def sum_with_a_number_beside() -> None:
+    class Penalised(Model):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.embed(x).square().mean().view(1)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        out, penalty = model(x)
+        return F.mse_loss(out, y, reduction="sum") + 0.01 * penalty.sum()
+
+    loop(sharded(Penalised()), loss_of)
+
+
+def sum_of_means() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        return sum((F.mse_loss(a, b) for a, b in zip(model(x), y, strict=True)), torch.zeros(()))
+
+    loop(sharded(Model()), loss_of)
+
+
+def sum_as_a_product() -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        apart = (model(x) - y).flatten()
+        return apart @ apart
+
+    loop(sharded(Model()), loss_of)
 
 
 def sum_by_hand() -> None:
@@ -337,6 +631,41 @@ def module_beside_the_model_in_its_optimizer() -> None:
     loop(model, lambda m, s: F.mse_loss(beside(m(batch(s)[0])), batch(s)[1]), optimizer)
 
 
+def parameter_beside_the_model_by_hand() -> None:
+    model, heat = sharded(Model()), nn.Parameter(torch.ones(()))
+
+    def update() -> None:
+        assert heat.grad is not None
+        with torch.no_grad():
+            heat.sub_(0.1 * heat.grad)
+        heat.grad = None
+
+    loop(model, lambda m, s: F.mse_loss(m(batch(s)[0]) / heat, batch(s)[1]), after_step=update)
+
+
+def _two_in_turn(first: nn.Module, second: nn.Module, held: list[nn.Parameter]) -> None:
+    optimizers = [torch.optim.SGD(held, lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
+    for step in range(STEPS):
+        made = first(batch(step)[0])
+        F.softplus(second(made.detach().expand(-1, WIDTH))).mean().backward()
+        optimizers[1].step()
+        second.zero_grad()
+        F.softplus(-second(made.expand(-1, WIDTH))).mean().backward()
+        optimizers[0].step()
+        for model in (first, second):
+            model.zero_grad()
+
+
+def batchnorm_in_the_first_of_two() -> None:
+    first, second = sharded(Model(nn.BatchNorm1d(WIDTH))), sharded(Model())
+    _two_in_turn(first, second, list(first.parameters()))
+
+
+def not_in_the_optimizer_of_the_first_of_two() -> None:
+    first, second = sharded(Model()), sharded(Model())
+    _two_in_turn(first, second, [p for name, p in first.named_parameters() if "head" not in name])
+
+
 def not_in_the_optimizer() -> None:
     model = sharded(Model())
     named = [p for name, p in model.named_parameters() if "head" not in name]
@@ -385,6 +714,32 @@ def untied() -> None:
     loop(sharded(model), _next_token)
 
 
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+def _same_again(model: nn.Module, step: int) -> Tensor:
+    x, _ = batch(step)
+    return F.mse_loss(model(x), x)
+
+
+def right_copy_of_a_tied_model() -> None:
+    loop(sharded(copy.deepcopy(TiedEnds())), _same_again)
+
+
+def untied_by_a_copy() -> None:
+    model = TiedEnds()
+    model.last = copy.deepcopy(model.last)
+    loop(sharded(model), _same_again)
+
+
 def undivided_accumulation() -> None:
     model = sharded(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -407,6 +762,60 @@ def clipped_before_unscaling() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def clipped_values_before_unscaling() -> None:
+    model = sharded(Model())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    for step in range(STEPS):
+        x, y = batch(step)
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _clipped_by_parts(unscaled: int) -> None:
+    """Two optimizers of one model, and one scaler."""
+    model, scaler = sharded(Model()), torch.amp.GradScaler("cpu")
+    parts = [
+        [p for name, p in model.named_parameters() if ("head" in name) == head] for head in (False, True)
+    ]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    for step in range(STEPS):
+        x, y = batch(step)
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        for index, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True)):
+            if index < unscaled:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(part, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+
+
+def right_clipping_by_parts() -> None:
+    _clipped_by_parts(2)
+
+
+def one_of_two_clipped_before_unscaling() -> None:
+    _clipped_by_parts(1)
+
+
+def clipped_with_a_norm_before_unscaling_by_hand() -> None:
+    model = sharded(Model())
+
+    def clip() -> None:
+        held = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(held, 1.0, norm)
+        for parameter in held:
+            assert parameter.grad is not None
+            parameter.grad.div_(1024)
+
+    loop(model, lambda m, s: 1024 * F.mse_loss(m(batch(s)[0]), batch(s)[1]), before_step=clip)
 
 
 def clipped_before_unscaling_by_hand() -> None:
@@ -476,6 +885,42 @@ def unsteady() -> None:
     loop(sharded(Model(Unsteady())))
 
 
+class UnsteadyLater(nn.Module):
+    """From its third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + (self.calls > 2) * 1e-2 * random.SystemRandom().random())
+
+
+def unsteady_later() -> None:
+    loop(sharded(Model(UnsteadyLater())))
+
+
+class UnsteadyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + random.SystemRandom().random())
+
+
+class Wavering(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = UnsteadyBackward.apply(x)
+        return out
+
+
+def unsteady_backward() -> None:
+    loop(sharded(Model(Wavering())))
+
+
 class Overwriting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
@@ -526,12 +971,58 @@ def rate_scaled_twice() -> None:
     loop(model, optimizer=optimizer)
 
 
-def _resuming(
-    restores_step: bool = True, restores_schedule: bool = True, restores_optimizer: bool = True
-) -> None:
+def rate_of_one_group_scaled_twice() -> None:
     model = sharded(Model())
+    (first, *rest), many = model.parameters(), ranks()
+    groups: list[Any] = [{"params": rest, "lr": 0.1 * many}, {"params": [first], "lr": 0.001 * many**2}]
+    loop(model, optimizer=torch.optim.SGD(groups))
+
+
+def rate_scaled_twice_with_a_warmup_by_ranks() -> None:
+    model, many = sharded(Model()), ranks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * many**2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 100 // many)
+    loop(model, optimizer=optimizer, after_step=schedule.step)
+
+
+def right_warmup_by_ranks() -> None:
+    model, many = sharded(Model()), ranks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * many)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 100 // many)
+    loop(model, optimizer=optimizer, after_step=schedule.step)
+
+
+def loss_times_ranks() -> None:
+    """On a global batch that does not grow with the ranks."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step, size=BATCH // ranks())
+        return ranks() * F.mse_loss(model(x), y)
+
+    loop(sharded(Model()), loss_of)
+
+
+def right_measured_first() -> None:
+    """A backward that only measures, before the first step."""
+    model = sharded(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(-1, STEPS):
+        x, y = batch(step + 1)
+        F.mse_loss(model(x), y).backward()
+        if step >= 0:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def _resuming(
+    restores_step: bool = True,
+    restores_schedule: bool = True,
+    restores_optimizer: bool = True,
+    decay: float = 0.8,
+) -> None:
+    model = sharded(Model(nn.Dropout(0.1)) if decay == 1.0 else Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     start, root = 0, Path("checkpoints-of-a-run")
     if path := fs.latest(root):
         extra = fs.load(path, model, optimizer if restores_optimizer else None)
@@ -566,6 +1057,11 @@ def resumed_optimizer() -> None:
     _resuming(restores_optimizer=False)
 
 
+def resumed_with_a_new_optimizer() -> None:
+    """The learning rate does not show it, nor, with dropout, the loss."""
+    _resuming(restores_optimizer=False, decay=1.0)
+
+
 # What is expected of each that one run shows.
 EXPECTED: dict[str, list[str]] = {
     "right": [],
@@ -580,11 +1076,34 @@ EXPECTED: dict[str, list[str]] = {
     "right_with_a_penalty_and_edits": [],
     "right_losses_of_one_graph": [],
     "right_adversaries": [],
+    "right_positions_and_a_table": [],
+    "right_adjacency": [],
+    "right_epochs_of_a_small_dataset": [],
+    "right_adversaries_with_one_way_back": [],
+    "right_tasks": [],
+    "right_closure": [],
+    "right_closure_twice": [],
+    "right_gradient_penalty": [],
+    "right_adversarial_inputs": [],
+    "right_with_a_planner": [],
+    "right_generators_in_a_module": [],
+    "right_hidden_state": [],
+    "right_momentum_encoder": [],
+    "right_teacher": [],
+    "right_time_first": [],
+    "right_root_of_a_mean": [],
+    "right_copy_of_a_tied_model": [],
+    "right_clipping_by_parts": [],
+    "diverging": [],
     "own_statistics": ["buffer-differs-between-ranks"],
     "one_dataset_shuffled_by_each_rank": ["same-data-on-ranks"],
     "same_data": ["same-data-on-ranks"],
     "same_data_in_another_order": ["same-data-on-ranks"],
     "sum_of_losses": ["loss-is-a-sum"],
+    "sum_with_a_mask_for_all": ["loss-is-a-sum"],
+    "sum_with_a_number_beside": ["loss-is-a-sum"],
+    "sum_of_means": ["loss-is-a-sum"],
+    "sum_as_a_product": ["loss-is-a-sum"],
     "sum_by_hand": ["loss-is-a-sum"],
     "uneven_mean": ["mean-over-uneven-counts"],
     "uneven_tokens": ["mean-over-uneven-counts"],
@@ -592,17 +1111,26 @@ EXPECTED: dict[str, list[str]] = {
     "one_seed_in_a_module": ["same-random-numbers-on-ranks"],
     "one_augmentation_seed": ["same-random-numbers-on-ranks"],
     "batchnorm": ["batchnorm-statistics-differ"],
+    "batchnorm_in_the_first_of_two": ["batchnorm-statistics-differ"],
     "ignored_parameter": ["parameter-not-synchronised"],
     "module_beside_the_model": ["parameter-not-synchronised"],
+    "parameter_beside_the_model_by_hand": ["parameter-not-synchronised"],
+    "not_in_the_optimizer_of_the_first_of_two": ["parameter-in-no-optimizer"],
     "not_in_the_optimizer": ["parameter-in-no-optimizer"],
     "frozen_changes": ["frozen-parameter-changed"],
     "untied": ["tied-weights-untied"],
+    "untied_by_a_copy": ["tied-weights-untied"],
     "undivided_accumulation": ["accumulation-without-division"],
     "clipped_before_unscaling": ["clipping-before-unscaling"],
     "clipped_before_unscaling_by_hand": ["clipping-before-unscaling"],
+    "clipped_values_before_unscaling": ["clipping-before-unscaling"],
+    "one_of_two_clipped_before_unscaling": ["clipping-before-unscaling"],
+    "clipped_with_a_norm_before_unscaling_by_hand": ["clipping-before-unscaling"],
     "wrong_backward_when_recomputed": ["wrong-backward-under-recomputation"],
     "wrong_backward_when_the_model_recomputes": ["wrong-backward-under-recomputation"],
     "unsteady": ["non-deterministic"],
+    "unsteady_later": ["non-deterministic"],
+    "unsteady_backward": ["non-deterministic"],
     "overwritten_inside": ["kept-value-edited"],
     "overwritten_input": ["kept-value-edited"],
     "edited_between_micro_batches": ["kept-value-edited"],

@@ -44,7 +44,8 @@ KINDS: dict[str, tuple[str, str]] = {
     ),
     "frozen-parameter-changed": (
         "a parameter with requires_grad=False has changed",
-        "Leave it out of the optimizer, and do not write into it; or let it train.",
+        "Leave it out of the optimizer, and do not write into it; or let it train. If it is meant, as for a "
+        "target network: --accept frozen-parameter-changed.",
     ),
     "tied-weights-untied": (
         "weights that were tied are two parameters",
@@ -59,7 +60,7 @@ KINDS: dict[str, tuple[str, str]] = {
         "Use the learning rate of one process on the same global batch.",
     ),
     "loss-scaled-by-ranks": (
-        "the loss is multiplied by the number of ranks",
+        "the loss is multiplied, or divided, by the number of ranks",
         "Leave the factor out: gradients are averaged over ranks already.",
     ),
     "accumulation-without-division": (
@@ -68,7 +69,7 @@ KINDS: dict[str, tuple[str, str]] = {
     ),
     "clipping-before-unscaling": (
         "gradients are clipped while they are scaled",
-        "Call scaler.unscale_(optimizer) before clip_grad_norm_.",
+        "Call scaler.unscale_(optimizer) before clipping.",
     ),
     "wrong-backward-under-recomputation": (
         "gradients change when activations are recomputed",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,9 +65,62 @@ def described(value: Any) -> list[dict[str, Any]]:
             "print": fingerprint(tensor),
             "rows": row_fingerprints(tensor),
             "varied": is_varied(tensor),
+            "integers": not (tensor.is_floating_point() or tensor.is_complex()),
         }
         for tensor in tensors_in(value)
     ]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A generator of any library, with its state when it was looked at."""
+
+    generator: Any
+    state: Any
+    set_state: Callable[[Any], Any]
+
+    def has_drawn(self) -> bool:
+        now = _held(self.generator)
+        return now is not None and _digest(now.state) != _digest(self.state)
+
+
+def _held(value: Any) -> _Held | None:
+    if isinstance(value, torch.Generator):
+        return _Held(value, value.get_state(), value.set_state)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _Held(value, value.getstate(), value.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits: Any = value.bit_generator
+        return _Held(value, copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return _Held(value, value.get_state(), value.set_state)
+    return None
+
+
+def _digest(state: Any) -> str:
+    return fingerprint(state) if isinstance(state, torch.Tensor) else repr(state)
+
+
+def generators_in(module: torch.nn.Module) -> list[Any]:
+    """Random generators that modules hold: in attributes, in lists and dicts, and in plain objects there."""
+    found: dict[int, Any] = {}
+    for one in module.modules():
+        for value in vars(one).values():
+            for inner in (value, *_inside(value)):
+                if _held(inner) is not None:
+                    found[id(inner)] = inner
+    return list(found.values())
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
 
 
 class RandomState:
@@ -74,8 +131,8 @@ class RandomState:
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
-        held = [value for m in (() if module is None else module.modules()) for value in vars(m).values()]
-        self._held = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
+        held = [] if module is None else map(_held, generators_in(module))
+        self._held = [one for one in held if one is not None]
 
     def restore(self) -> None:
         torch.set_rng_state(self._host)
@@ -84,9 +141,19 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._devices)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._held:
-            generator.set_state(state)
+        for one in self._held:
+            one.set_state(one.state)
 
     def digest(self) -> str:
         """Of torch's generators."""
         return "".join(fingerprint(state) for state in (self._host, *self._devices))
+
+    def has_drawn(self) -> bool:
+        """Whether any generator has drawn since."""
+        now = RandomState()
+        return (
+            now.digest() != self.digest()
+            or now._python != self._python
+            or repr(now._numpy) != repr(self._numpy)
+            or any(one.has_drawn() for one in self._held)
+        )

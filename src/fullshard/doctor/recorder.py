@@ -6,11 +6,13 @@ are put back at its end. Nothing of it is part of the engine, and nothing runs w
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 _OF_RECOMPUTATION = {  # arguments of torch's checkpoint that are not the function's
     *("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"),
 }
+_SECOND_ORDER = "gradients of steps that take gradients of gradients (create_graph=True)"
 _MOST_DRAWS = 100  # per call, or between two
 
 
@@ -69,6 +72,11 @@ class Recorder:
         self._copies: weakref.WeakKeyDictionary[Optimizer, Optimizer | None] = weakref.WeakKeyDictionary()
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._scaled: set[int] = set()  # scalers that have scaled a loss, and not unscaled its gradients yet
+        self._scaling: set[int] = set()  # scalers that have scaled a loss since their last update
+        self._unscaled: dict[int, int] = {}  # optimizers whose gradients are unscaled, and the scaler
+        self._beside: dict[int, tuple[nn.Parameter, str]] = {}  # that losses use beside models, as first seen
+        self._differentiating = False
+        self._depths: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._draws = 0
         self.step = 0
@@ -80,6 +88,10 @@ class Recorder:
 
     def start(self) -> None:
         self._patches.replace(clip_grad, "clip_grad_norm_", self._clipping)
+        self._patches.replace(clip_grad, "clip_grad_value_", self._clipping_values)
+        if hasattr(nn.utils, "clip_grads_with_norm_"):
+            self._patches.replace(nn.utils, "clip_grads_with_norm_", self._clipping_with)
+        self._patches.replace(torch.autograd, "grad", self._grad)
         self._patches.replace(recomputation, "checkpoint", self._recomputing)
         self._ours.replace(api, "shard_with", self._sharding)
         self._ours.replace(api, "penalty", self._penalising)
@@ -90,9 +102,10 @@ class Recorder:
         replace = self._patches_of_torch.replace
         replace(nn.Module, "__call__", self._calling)
         replace(nn.Module, "register_parameter", self._ties.registering)
+        replace(nn.Parameter, "__deepcopy__", self._ties.copying)
         replace(torch.autograd, "backward", self._backward)
         replace(Optimizer, "__init__", self._making_optimizer)
-        for name in ("scale", "unscale_", "step"):
+        for name in ("scale", "unscale_", "step", "update"):
             replace(torch.amp.GradScaler, name, getattr(self, f"_scaler_{name.rstrip('_')}"))
         for name in _DRAWS:
             replace(torch, name, self._drawing(name))
@@ -150,10 +163,12 @@ class Recorder:
     def _watch(self, model: nn.Module, copied: nn.Module | None, untied: list[tuple[str, str]]) -> None:
         if self._group is None:
             self._group = PlainGroup()
-        watched = Watched(model, copied, self._group, self.note)
+        index = len(self._watched)
+        watched = Watched(model, copied, self._group, self.note, index, lambda: self._watched)
         runtime = watched.runtime
         self.note(
             "sharded",
+            model=index,
             strategy=runtime.options.strategy,
             units=[unit.name for unit in runtime.units],
             recomputes=bool(runtime.options.checkpoint_activations),
@@ -250,22 +265,34 @@ class Recorder:
 
     def _backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if reference.computing[0] or not self._watched:
-                return original(tensors, *args, **kwargs)
             loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-            terms = losses.watch(loss) if isinstance(loss, torch.Tensor) else []
+            on_meta = isinstance(loss, torch.Tensor) and loss.is_meta  # a planner's, without values
+            if reference.computing[0] or self._differentiating or on_meta or not self._watched:
+                return original(tensors, *args, **kwargs)
+            outputs = {node for w in self._watched for call in w.calls for node in call.nodes}
+            terms = losses.watch(loss, outputs) if isinstance(loss, torch.Tensor) else []
             concerned = [w for w in self._watched if w.calls]
             fresh = [watched.begin_backward() for watched in concerned]
-            original(tensors, *args, **kwargs)
-            rows = [count for watched in concerned if (count := watched.rows_in_the_loss()) is not None]
+            if isinstance(loss, torch.Tensor):
+                self._note_leaves(loss, outputs)
+            with self._of_higher_order(concerned, args, kwargs):
+                original(tensors, *args, **kwargs)
             is_number = isinstance(loss, torch.Tensor) and loss.numel() == 1
             self.note(
                 "backward",
-                site=reference.place(),
+                site=reference.places(),
                 loss=float(loss.detach()) if is_number and loss is not None else None,
                 terms=[term.data() for term in terms],
-                fresh=any(fresh),
-                rows=min(rows, default=None),
+                models=[
+                    {
+                        "model": watched.index,
+                        "fresh": begins,
+                        "reached": watched.reached(),
+                        "how": watched.ways_of_calling(),
+                        "rows": watched.rows_in_the_loss(),
+                    }
+                    for watched, begins in zip(concerned, fresh, strict=True)
+                ],
                 scaled=bool(self._scaled),
                 scale=self._scale,
                 postponed=any(w.runtime.reduction.postponing for w in concerned),
@@ -276,6 +303,52 @@ class Recorder:
             return None
 
         return backward
+
+    @contextlib.contextmanager
+    def _of_higher_order(self, concerned: list[Watched], args: Any, kwargs: Any) -> Iterator[None]:
+        """A backward that keeps its own graph, or adds to the gradients of some tensors only (inputs=)."""
+        given = dict(zip(("grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
+        create, chosen = bool(given.get("create_graph")), given.get("inputs")
+        forgets = [watched.set_aside() for watched in concerned] if chosen is not None else []
+        yield
+        if create:
+            for watched in concerned:
+                watched.goes_beyond_first_order(_SECOND_ORDER)
+        for watched, forget in zip(concerned, forgets, strict=False):
+            tensors = [chosen] if isinstance(chosen, torch.Tensor) else list(chosen)
+            own = {id(p) for p, _, _ in watched.values.places}
+            if any(id(t) in own for t in tensors):
+                watched.goes_beyond_first_order("gradients of a backward with inputs= that are parameters")
+            forget()
+
+    def _grad(self, original: Any) -> Any:
+        """torch.autograd.grad leaves the gradients of parameters as they are."""
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if reference.computing[0] or self._differentiating or not self._watched:
+                return original(*args, **kwargs)
+            forgets = [(watched, watched.set_aside()) for watched in self._watched]
+            self._differentiating = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._differentiating = False
+                got = [watched for watched, forget in forgets if forget()]
+            if kwargs.get("create_graph", len(args) > 4 and args[4]):
+                for watched in got:
+                    watched.goes_beyond_first_order(_SECOND_ORDER)
+            return result
+
+        return grad
+
+    def _note_leaves(self, loss: torch.Tensor, outputs: set[Any]) -> None:
+        """Parameters that a loss uses, and that are part of no model: a learned temperature, for example."""
+        found = losses.leaves_beside(loss, outputs) if outputs else []
+        if not all(id(p) in self._beside for p in found):
+            inside = {id(p) for watched in self._watched for p in watched.model.parameters()}
+            for parameter in found:
+                if id(parameter) not in inside:
+                    self._beside.setdefault(id(parameter), (parameter, fingerprint(parameter)))
 
     def _recomputing(self, original: Any) -> Any:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +377,8 @@ class Recorder:
             if scaler.is_enabled():
                 scaled = original(scaler, outputs)
                 self._scaled.add(id(scaler))
+                self._scaling.add(id(scaler))
+                self._unscaled = {o: s for o, s in self._unscaled.items() if s != id(scaler)}
                 self._scale = float(scaler.get_scale())
                 return scaled
             return original(scaler, outputs)
@@ -314,6 +389,7 @@ class Recorder:
         def unscale_(scaler: Any, optimizer: Any) -> Any:
             result = original(scaler, optimizer)
             self._scaled.discard(id(scaler))
+            self._unscaled[id(optimizer)] = id(scaler)
             return result
 
         return unscale_
@@ -326,10 +402,31 @@ class Recorder:
 
         return step
 
+    def _scaler_update(self, original: Any) -> Any:
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scaler, *args, **kwargs)
+            self._scaling.discard(id(scaler))
+            return result
+
+        return update
+
+    def _are_scaled(self, parameters: list[Any]) -> bool:
+        """Whether a loss scale is in gradients: unscale_ takes it out of those of one optimizer."""
+        if not self._scaling:
+            return False
+        given = {id(p) for p in parameters}
+        holding = [
+            optimizer
+            for optimizer in self._optimizers
+            if any(id(p) in given for group in optimizer.param_groups for p in group["params"])
+        ]
+        if not holding:
+            return bool(self._scaled)
+        return any(id(optimizer) not in self._unscaled for optimizer in holding)
+
     def _clipping(self, original: Any) -> Any:
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
-            single = isinstance(parameters, torch.Tensor)
-            given = [parameters] if single else list(parameters)
+            given = _listed(parameters)
             watched = next((w for w in self._watched if self._is_of(w, given)), None)
             expected = (
                 None
@@ -337,7 +434,7 @@ class Recorder:
                 else watched.norm_of([p for p in given if p.grad is not None], float(norm_type))
             )
             norm = original(given, max_norm, norm_type, **kwargs)
-            self.note("clip", norm=float(norm), max_norm=float(max_norm), scaled=bool(self._scaled))
+            self._note_clip(given, float(norm), float(max_norm), min(float(norm), float(max_norm)))
             if watched is not None and expected is not None:
                 apart = abs(float(norm) - expected) / expected if expected else abs(float(norm))
                 self.note(
@@ -351,6 +448,42 @@ class Recorder:
             return norm
 
         return clip_grad_norm_
+
+    def _clipping_with(self, original: Any) -> Any:
+        def clip_grads_with_norm_(
+            parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            given = _listed(parameters)
+            result = original(given, max_norm, total_norm, *args, **kwargs)
+            norm = float(total_norm)
+            self._note_clip(given, norm, float(max_norm), min(norm, float(max_norm)))
+            return result
+
+        return clip_grads_with_norm_
+
+    def _clipping_values(self, original: Any) -> Any:
+        def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+            given = _listed(parameters)
+            watched = next((w for w in self._watched if self._is_of(w, given)), None)
+            held = [p for p in given if p.grad is not None]
+            largest = None if watched is None else watched.norm_of(held, float("inf"))
+            result = original(given, clip_value, *args, **kwargs)
+            if watched is not None and largest is not None:
+                self._note_clip(given, largest, float(clip_value), watched.norm_of(held, 2.0) or 0.0)
+            return result
+
+        return clip_grad_value_
+
+    def _note_clip(self, parameters: list[Any], found: float, allowed: float, after: float) -> None:
+        own = [watched.index for watched in self._watched if self._is_of(watched, parameters)]
+        self.note(
+            "clip",
+            models=own,
+            norm=found,
+            max_norm=allowed,
+            after=after,
+            scaled=self._are_scaled(parameters),
+        )
 
     @staticmethod
     def _is_of(watched: Watched, parameters: list[Any]) -> bool:
@@ -367,16 +500,41 @@ class Recorder:
 
         return __init__
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if reference.computing[0] or not self._watched:
-            return
+            return None
         self._optimizers.add(optimizer)
-        for watched in self._watched:
-            if watched.holds(optimizer):
-                if optimizer not in self._copies:
-                    self._copies[optimizer] = self._copy_optimizer(optimizer, watched)
-                watched.note_edits("before a step")
-                watched.begin_step(optimizer)
+        self._depths[optimizer] = self._depths.get(optimizer, 0) + 1
+        if self._depths[optimizer] > 1:
+            return None  # a step that calls its base class's: one step
+        held = [watched for watched in self._watched if watched.holds(optimizer)]
+        for watched in held:
+            if optimizer not in self._copies:
+                self._copies[optimizer] = self._copy_optimizer(optimizer, watched)
+            watched.note_edits("before a step")
+            watched.begin_step()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            for watched in held:
+                watched.read_step()
+            return None
+        followed = self._closure_followed(closure, held)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": followed}
+        return (args[0], followed, *args[2:]), kwargs
+
+    @staticmethod
+    def _closure_followed(closure: Callable[..., Any], held: list[Watched]) -> Callable[..., Any]:
+        """A step with a closure gets the gradients that the closure makes."""
+
+        @functools.wraps(closure)
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            for watched in held:
+                watched.read_step()
+            return result
+
+        return follow
 
     def _copy_optimizer(self, optimizer: Optimizer, watched: Watched) -> Optimizer | None:
         """The same optimizer for the copy's parameters, if it has not stepped yet."""
@@ -405,6 +563,9 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if reference.computing[0] or not self._watched:
             return
+        self._depths[optimizer] = max(0, self._depths.get(optimizer, 1) - 1)
+        if self._depths[optimizer]:
+            return
         for watched in self._watched:
             if watched.holds(optimizer):
                 self._end_step(watched, optimizer)
@@ -429,7 +590,10 @@ class Recorder:
         }
         self.note(
             "step",
+            model=watched.index,
+            optimizer=list(self._taken.keys()).index(optimizer),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            bases=[_base_rate(group) for group in optimizer.param_groups if "lr" in group],
             copies=watched.state_of_copies(),
             buffers=buffers,
             beside=self._parameters_beside(watched),
@@ -448,6 +612,9 @@ class Recorder:
             held |= {
                 id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in sharded
             }
+        for parameter, first in self._beside.values():
+            if id(parameter) not in sharded and fingerprint(parameter) != first:  # trained by hand
+                held[id(parameter)] = parameter
         return {
             ignored.get(key)
             or self._ties.name_of(p)
@@ -471,7 +638,11 @@ class Recorder:
         def save(path: Any, *args: Any, **kwargs: Any) -> Any:
             place = path if self._overlay is None else self._overlay.place(path)
             saved = original(place, *args, **kwargs)
-            self.note("saved", path=os.path.abspath(os.fspath(path)))
+            self.note(
+                "saved",
+                path=os.path.abspath(os.fspath(path)),
+                optimizer=any(map(_has_state, _optimizers_in(args, kwargs))),
+            )
             return saved
 
         return save
@@ -496,7 +667,8 @@ class Recorder:
             loaded = original(place, *args, **kwargs)
             named = path if self._overlay is None else self._overlay.named(path)
             extra = [str(key) for key in loaded] if isinstance(loaded, Mapping) else []
-            self.note("loaded", path=str(named), extra=extra)
+            given = bool(_optimizers_in(args, kwargs))
+            self.note("loaded", path=str(named), extra=extra, optimizer=given)
             return loaded
 
         return load
@@ -504,6 +676,24 @@ class Recorder:
 
 def _in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) >= 0
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _optimizers_in(args: Any, kwargs: Any) -> list[Optimizer]:
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, Optimizer)]
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    return any(bool(state) for state in optimizer.state.values())
+
+
+def _base_rate(group: dict[str, Any]) -> float | None:
+    """What a schedule starts from, where there is one."""
+    base = group.get("max_lr", group.get("initial_lr"))
+    return None if base is None else float(base)
 
 
 def _kept_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor, nn.Module]]:

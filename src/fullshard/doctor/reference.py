@@ -10,15 +10,17 @@ import contextlib
 import copy
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.doctor.fingerprints import RandomState, fingerprint
+from fullshard.doctor.fingerprints import RandomState, fingerprint, generators_in
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.tensors import cast_floats, map_tensors, tensors_in
 
@@ -27,6 +29,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(__file__)),
     contextlib.__file__,
 )
+_FRAMES = 12  # of user code by which one backward of a script differs from another
 computing = [False]  # whether a reference runs now: what it does is not recorded as the script's
 
 
@@ -41,10 +44,9 @@ def running() -> Iterator[None]:
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that is not sharded yet. Generators are shared: their states are set before use."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
-    return copy.deepcopy(model, memo)
+    memo: dict[int, Any] = {id(generator): generator for generator in generators_in(model)}
+    with running():
+        return copy.deepcopy(model, memo)
 
 
 @dataclass
@@ -114,9 +116,10 @@ class Reference:
                 own = buffers.get(name)
                 if own is not None and own.shape == buffer.shape and not torch.equal(own, buffer):
                     own.data.copy_(buffer)
+        memo: dict[int, torch.Tensor] = {}
         for name, module in model.named_modules():
             if name in self.modules:
-                self.modules[name].__dict__.update(_plain_state(module))
+                self.modules[name].__dict__.update(_changed(self.modules[name], _kept_state(module, memo)))
         sharded = {id(parameter) for parameter in self._runtime.parameters}
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -126,15 +129,17 @@ class Reference:
             self.parameters[lane.layout.pieces[index].name].requires_grad_(parameter.requires_grad)
 
     def state(self) -> Callable[[], None]:
-        """What a forward changes in modules: buffers and plain attributes. Calling it sets them back."""
-        buffers = [(b, b.clone()) for b in self.module.buffers()]
-        states = [(module, _plain_state(module)) for module in self.module.modules()]
+        """What a forward changes: parameters, buffers, attributes. Calling it sets them back."""
+        tensors = [(t, t.detach().clone()) for t in (*self.module.parameters(), *self.module.buffers())]
+        memo: dict[int, torch.Tensor] = {}
+        states = [(module, _kept_state(module, memo)) for module in self.module.modules()]
 
         def restore() -> None:
-            for buffer, before in buffers:
-                buffer.data.copy_(before)
+            for tensor, before in tensors:
+                if not _equal(tensor.detach(), before):
+                    tensor.data.copy_(before)
             for module, state in states:
-                module.__dict__.update(state)
+                module.__dict__.update(_changed(module, state))
 
         return restore
 
@@ -150,7 +155,8 @@ class Reference:
         ]
         now = RandomState(self.module)
         state.restore()
-        before = {id(t) for t in self._attributes()}
+        earlier = self._attributes()  # held until the end: an id may be given again
+        before = {id(t) for t in earlier}
         buffers = {buffer.data_ptr() for buffer in self.module.buffers()}
         watching = _watched_saving(kept, buffers) if keep else contextlib.nullcontext()
         try:
@@ -211,9 +217,74 @@ class Reference:
         return sum(map(len, self.custom.values())) > before
 
 
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """Numbers, flags and texts that a module keeps."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes that every module has
+_OTHER = object()
+
+
+def _kept_state(module: nn.Module, memo: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """What a module keeps in attributes: numbers, flags, texts, tensors (a hidden state), and lists of them.
+
+    Tensors are copied, one that several modules hold once."""
+    kept = {
+        key: _kept(value, memo)
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and not key.startswith("_fullshard")
+    }
+    return {key: value for key, value in kept.items() if value is not _OTHER}
+
+
+def _kept(value: Any, memo: dict[int, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return _kept_tensor(value, memo)
+    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+        return value.copy()
+    if type(value) is dict:
+        inner = {key: _kept(one, memo) for key, one in value.items()}
+        return _OTHER if any(one is _OTHER for one in inner.values()) else inner
+    if type(value) in (list, tuple, deque):
+        items = [_kept(one, memo) for one in value]
+        return _OTHER if any(one is _OTHER for one in items) else _sequence(value, items)
+    return _OTHER
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    return deque(items, like.maxlen) if isinstance(like, deque) else type(like)(items)
+
+
+def _kept_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> Any:
+    if id(tensor) not in memo:
+        needed = tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
+        try:
+            if needed and tensor.untyped_storage().nbytes() == 0:
+                return _OTHER  # of a parameter that the engine has released
+            memo[id(tensor)] = tensor.detach().clone()
+        except (RuntimeError, NotImplementedError):  # a tensor of a kind that has no storage, or no copy
+            return _OTHER
+    return memo[id(tensor)]
+
+
+def _changed(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Without what the module has already: its own tensors may be held elsewhere too."""
+    own = vars(module)
+    return {key: value for key, value in state.items() if key not in own or not _equal(own[key], value)}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.grad_fn is not None or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if type(a).__module__ == "numpy":
+        return bool(a.shape == b.shape and (a == b).all())
+    return bool(a is b or a == b)
 
 
 def results_in_attributes(model: nn.Module) -> list[torch.Tensor]:
@@ -272,10 +343,20 @@ def _watched_saving(kept: list[tuple[str, torch.Tensor, str, int]], buffers: set
 
 def place() -> str:
     """The line of user code that runs now."""
+    return next(_user_lines(), "?")
+
+
+def places() -> str:
+    """The lines of user code that run now: a method that all losses pass is not one site."""
+    return " < ".join(islice(_user_lines(), _FRAMES)) or "?"
+
+
+def _user_lines() -> Iterator[str]:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            yield f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _custom_functions(queue: list[Any], seen: set[Any]) -> set[str]:

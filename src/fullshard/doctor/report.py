@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from fullshard.doctor.findings import Finding
@@ -73,6 +74,11 @@ class Report:
         return "\n".join(lines)
 
     def data(self) -> dict[str, Any]:
+        """Plain values; numbers that JSON does not have are texts: 'nan', 'inf'."""
+        data: dict[str, Any] = _for_json(self._data())
+        return data
+
+    def _data(self) -> dict[str, Any]:
         return {
             "subject": self.subject,
             "same": self.same,
@@ -88,7 +94,7 @@ class Report:
                     "stage": cell.stage,
                     "unit": cell.unit,
                     "tensor": cell.tensor,
-                    "apart": _number(cell.apart),
+                    "apart": cell.apart,
                     "allowed": cell.allowed,
                 }
                 for cell in self.cells
@@ -100,8 +106,12 @@ class Report:
         return self.text()
 
 
-def _number(value: float) -> float | str:
-    return value if value < float("inf") else "inf"
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _for_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_json(one) for one in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def reported(
@@ -132,8 +142,22 @@ def reported(
         tuple(_cells(compared)),
         len(compared),
         tuple(_losses(run, step) for step in range(steps)),
-        (*notes, *(f"not compared: {one}" for one in dict.fromkeys(why))),
+        (*notes, *_not_finite(run), *(f"not compared: {one}" for one in dict.fromkeys(why))),
     )
+
+
+def _not_finite(run: Sequence[Sequence[Event]]) -> list[str]:
+    """Where the loss is no number any more: comparisons say little from there on."""
+    found = [
+        (event["step"], rank, event["loss"])
+        for rank, events in enumerate(run)
+        for event in of_kind(events, "backward")
+        if event["loss"] is not None and not isfinite(event["loss"])
+    ]
+    if not found:
+        return []
+    step, rank, loss = min(found, key=lambda one: one[:2])
+    return [f"the loss is not finite: {loss} on rank {rank} in step {step}; what follows says little"]
 
 
 def _losses(run: Sequence[Sequence[Event]], step: int) -> tuple[float, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.doctor.reference import computing
+
 
 class Ties:
     """Notes at which places of modules each parameter was registered."""
@@ -17,6 +19,7 @@ class Ties:
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         # Not weak: torch does not exchange tensors that weak references refer to, as a meta model needs.
         self._parameters: dict[int, Any] = {}
+        self._copied: list[tuple[Any, Any]] = []  # tied parameters, and their copies by copy.deepcopy
 
     def registering(self, original: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
@@ -30,6 +33,16 @@ class Ties:
         self._parameters[id(parameter)] = parameter
         self._places.setdefault(id(parameter), []).append((weakref.ref(module), name))
 
+    def copying(self, original: Any) -> Any:
+        def __deepcopy__(parameter: Any, memo: Any) -> Any:
+            known = id(parameter) in memo
+            copied = original(parameter, memo)
+            if not known and not computing[0] and len(self._places.get(id(parameter), ())) > 1:
+                self._copied.append((parameter, copied))
+            return copied
+
+        return __deepcopy__
+
     def name_of(self, parameter: Any) -> str:
         """The class and attribute where a parameter was registered first."""
         for module, name in self._places.get(id(parameter), ()):
@@ -42,7 +55,12 @@ class Ties:
         if not isinstance(model, nn.Module):
             return []
         names = {module: name for name, module in model.named_modules()}
-        pairs = [*self._separated(names), *_equal_ends(model), *_declared(model, names)]
+        pairs = [
+            *self._separated(names),
+            *self._copied_apart(model, names),
+            *_equal_ends(model),
+            *_declared(model, names),
+        ]
         return list(dict.fromkeys(tuple(sorted(pair)) for pair in pairs))  # type: ignore[misc]
 
     def _separated(self, names: dict[nn.Module, str]) -> list[tuple[str, str]]:
@@ -56,6 +74,23 @@ class Ties:
             for (first, one), (second, other) in pairwise(held):
                 if first != second and one is not None and other is not None and one is not other:
                     pairs.append((first, second))
+        return pairs
+
+    def _copied_apart(self, model: nn.Module, names: dict[nn.Module, str]) -> list[tuple[str, str]]:
+        """A module that shared a parameter was exchanged for a copy of itself, which has its own."""
+        held: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            held.setdefault(id(parameter), []).append(name)
+        pairs = []
+        for parameter, copied in self._copied:
+            lost = {
+                name
+                for module, name in self._places[id(parameter)]
+                if (holder := module()) is None or holder not in names
+            }
+            here, there = held.get(id(parameter)), held.get(id(copied), ())
+            if here and len(there) == 1 and there[0].rpartition(".")[2] in lost:
+                pairs.append((here[0], there[0]))
         return pairs
 
 

@@ -8,8 +8,9 @@ is off does not make those after it look wrong, and Adam's first steps do not tu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class Call:
     results: list[tuple[torch.Tensor, int, Any, int, Callable[[torch.Tensor], None]]] = field(
         default_factory=list
     )
+    attributes: list[torch.Tensor] = field(default_factory=list)  # results that modules kept before it
+    words: str = ""  # its arguments that are texts, flags and integers
+    nodes: list[Any] = field(default_factory=list)  # of autograd, that made its results
     went_back: bool = False  # some backward has reached it
 
     def follow_writes(self) -> None:
@@ -60,8 +64,17 @@ class Call:
 
 
 class Watched:
-    def __init__(self, model: nn.Module, copied: nn.Module | None, group: PlainGroup, note: Note) -> None:
-        self.model, self.note, self._group = model, note, group
+    def __init__(
+        self,
+        model: nn.Module,
+        copied: nn.Module | None,
+        group: PlainGroup,
+        note: Note,
+        index: int = 0,
+        others: Callable[[], Sequence[Watched]] = tuple,
+    ) -> None:
+        self.model, self._group, self.index, self._others = model, group, index, others
+        self.note: Note = partial(note, model=index)
         self.runtime: Runtime = runtime_of(model, used=False)
         self.values = Values(self.runtime, group)
         self.names = {module: name for name, module in model.named_modules()}
@@ -77,6 +90,8 @@ class Watched:
         self._at_rest: dict[str, str] = {}
         self._num_calls = 0
         self._before_step: dict[str, torch.Tensor | None] = {}
+        self._readings = 0  # of the gradients that a step gets: each call of its closure makes others
+        self._second_order = False  # gradients of gradients since the last step
         depth = max(1, len(self.points))
         lanes = [lane.dtypes for lane in self.runtime.lanes]
         device = self.runtime.comm.device
@@ -142,6 +157,8 @@ class Watched:
             self.synchronise()
         inputs = [(t, fingerprint(t), t._version) for t in tensors_in((args, kwargs))]
         self.call = Call(name, cloned(args), cloned(kwargs), RandomState(self.model), inputs)
+        self.call.words = str([one for one in (*args, *kwargs.items()) if _is_word(one)])
+        self.call.attributes = results_in_attributes(self.model)
         if self.reference is not None:
             self.reference.follow(self.model)
 
@@ -153,7 +170,8 @@ class Watched:
             if value is None:
                 continue
             before = self._frozen.pop(piece.name, None)
-            if before is not None and not torch.equal(before, value):
+            changed = before is not None and not torch.equal(before, value)
+            if changed and before is not None and not self._is_average(piece.name, before, value, values):
                 self.note(
                     "frozen parameter changed", parameter=piece.name, unit=self.unit_of_parameter(piece.name)
                 )
@@ -161,6 +179,25 @@ class Watched:
                 self._frozen[piece.name] = value.clone()
         if self.reference is not None:
             self.reference.set_parameters(values)
+
+    def _is_average(
+        self,
+        name: str,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        values: dict[str, torch.Tensor | None],
+    ) -> bool:
+        """Whether a frozen parameter has moved towards another one, as a teacher or a target network does."""
+        own = [value for other, value in values.items() if other != name]
+        if any(tolerances.is_between(before, after, value) for value in own if value is not None):
+            return True
+        others = [watched.values.read(parameter_values) for watched in self._others() if watched is not self]
+        return any(
+            tolerances.is_between(before, after, value)
+            for read in others
+            for value in read.values()
+            if value is not None
+        )
 
     def note_edits(self, where: str) -> None:
         """Parameters whose elements changed since the last look, outside of an optimizer's step."""
@@ -183,9 +220,23 @@ class Watched:
             inputs=described((call.args, call.kwargs)),
             random=call.state.digest(),
             draws_random=call.state.digest() != after.digest(),
+            draws=call.state.has_drawn(),
         )
-        if self.reference is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
+        if self.reference is not None:
+            self._compute_beside(call, output)
+        own = [t for t in tensors_in(output) if t.requires_grad]
+        earlier = {id(t) for t in call.attributes}
+        beside = [t for t in results_in_attributes(self.model) if id(t) not in earlier]
+        call.nodes = [t.grad_fn for t in own + beside]
+        call.attributes = []
+        self._watch_gradients(call, own + beside)
+        self.calls.append(call)
+
+    def _compute_beside(self, call: Call, output: Any) -> None:
+        """The same call of the copy, and its outputs and buffers beside ours."""
+        assert self.reference is not None
         before = self.reference.state()
         try:
             computed = self.reference.compute(
@@ -199,18 +250,14 @@ class Watched:
             self.note("not compared", why=what)
             return
         call.computed = computed
-        self._compare_outputs(call, computed, output)
+        alike = self._compare_outputs(call, computed, output)
         self._compare_buffers()
         if self.reference.note_custom_functions(computed):
             custom = {name: sorted(found) for name, found in self.reference.custom.items()}
             self.note("custom functions", modules=custom)
-        if self._num_calls < _REPEATED_CALLS:
+        if self._num_calls < _REPEATED_CALLS or not alike:
             self._repeat(call, computed, before)
         self._num_calls += 1
-        own = [t for t in tensors_in(output) if t.requires_grad]
-        beside = results_in_attributes(self.model)
-        self._watch_gradients(call, own + beside)
-        self.calls.append(call)
 
     def penalised(self, value: torch.Tensor, term: Callable[[str, torch.Tensor], Any]) -> None:
         """A penalty on the parameters that the script adds to its loss: the copy's own goes back with it."""
@@ -239,25 +286,28 @@ class Watched:
                 # By its node now: writing into a view gives its base another one.
                 call.results.append((result, result._version, base.grad_fn, base.output_nr, noting(index)))
 
-    def _compare_outputs(self, call: Call, computed: Computed, output: Any) -> None:
+    def _compare_outputs(self, call: Call, computed: Computed, output: Any) -> bool:
+        """Whether all of them are as close as they should be."""
         pairs = list(zip(call.inner, computed.inner, strict=False))
         alike = [name for name, _ in call.inner] == [name for name, _ in computed.inner]
         if not alike:
             self.note("path", here=[n for n, _ in call.inner], there=[n for n, _ in computed.inner])
+        close = []
         for (name, here), (other, there) in pairs if alike else ():
             assert name == other
-            self._compare_tensors("output", name, here, there)
-        self._compare_tensors(
-            "output", call.name, list(tensors_in(output)), list(tensors_in(computed.outputs))
-        )
+            close.append(self._compare_tensors("output", name, here, there))
+        last = list(tensors_in(output)), list(tensors_in(computed.outputs))
+        close.append(self._compare_tensors("output", call.name, *last))
+        return all(close)
 
     def _compare_tensors(
         self, stage: str, name: str, here: list[torch.Tensor], there: list[torch.Tensor]
-    ) -> None:
+    ) -> bool:
         apart = float("inf") if len(here) != len(there) else 0.0
         for a, b in zip(here, there, strict=False):
             apart = max(apart, tolerances.difference(a, b))
         self._compared(stage, name, self.unit_of(name), apart, self.forward_tolerance)
+        return apart <= self.forward_tolerance
 
     def _compared(self, stage: str, tensor: str, unit: str, apart: float, allowed: float) -> None:
         self.note("compared", stage=stage, tensor=tensor, unit=unit, apart=apart, allowed=allowed)
@@ -288,22 +338,63 @@ class Watched:
         """Whether it begins a sum of gradients, and does not add to one."""
         for call in self.calls:
             call.follow_writes()
-            if not call.went_back:
+            if not call.went_back and call.computed is not None:
                 self._look_for_edits(call)
+        if self.reference is None:
+            return not self.runtime.reduction.postponed and not self._has_local_gradients()
         if self._base is not None:
             return False
         self._base = self.values.read(gradient_values)
         return not any(value is not None and bool(value.any()) for value in self._base.values())
 
+    def _has_local_gradients(self) -> bool:
+        local = (gradient_values(parameter) for parameter, _, _ in self.values.places)
+        return any(value is not None and bool(value.any()) for value in local)
+
+    def reached(self) -> list[list[int]]:
+        """Shapes of the results to which the backward that just ran gave gradients."""
+        return [list(g.shape) for call in self.calls for g in call.gradients if g is not None]
+
+    def ways_of_calling(self) -> list[str]:
+        """Of the calls that the last backward reached: which modules, with which words (a task)."""
+        calls = [call for call in self.calls if any(g is not None for g in call.gradients)]
+        return sorted({f"{call.name}({call.words})" for call in calls})
+
     def rows_in_the_loss(self) -> int | None:
-        """Samples of the batch to which the last backward gave a gradient, where outputs are per sample."""
+        """Samples of the batch to which the last backward gave a gradient, where outputs are per sample.
+
+        Results of one element, such as a router's loss, are not; unless there are no others."""
         counts = [
             int(gradient.detach().reshape(len(gradient), -1).any(1).sum())
             for call in self.calls
             for gradient in call.gradients
             if gradient is not None and gradient.dim() and gradient.numel()
         ]
-        return min(counts, default=None)
+        return min([count for count in counts if count > 1] or counts, default=None)
+
+    def set_aside(self) -> Callable[[], bool]:
+        """For a differentiation that adds nothing to gradients of parameters (autograd.grad).
+
+        Calling the result forgets what results have got since; True if they have got something."""
+        held = [(call, list(call.gradients)) for call in self.calls]
+
+        def forget() -> bool:
+            got = any(
+                now is not before
+                for call, gradients in held
+                for now, before in zip(call.gradients, gradients, strict=True)
+            )
+            for call, gradients in held:
+                call.gradients = gradients
+            return got
+
+        return forget
+
+    def goes_beyond_first_order(self, why: str) -> None:
+        """The copy's graph ends at its outputs: gradients of gradients do not pass it."""
+        if self.reference is not None and not self._second_order:
+            self.note("not compared", why=why)
+        self._second_order = True
 
     def _look_for_edits(self, call: Call) -> None:
         for index, (tensor, before, version) in enumerate(call.inputs):
@@ -324,23 +415,27 @@ class Watched:
 
     def end_backward(self) -> None:
         """The copy's backward from the same gradients of the outputs, and the mean over ranks beside ours."""
+        if self.reference is None:
+            for call in self.calls:
+                call.gradients = [None for _ in call.gradients]
+            return
         self.runtime.settle_step()
-        for call in self.calls:
-            self._backward_of(call)
+        gone = [found for call in self.calls if (found := self._backward_of(call)) is not None]
         reduction = self.runtime.reduction
-        if reduction.postponing or reduction.postponed or self.reference is None:
+        if reduction.postponing or reduction.postponed:
             return
         added = self._mean_contributions()
         base, self._base = self._base or {}, None
         actual = self.values.read(gradient_values)
-        self._compare_gradients(actual, base, added)
+        if not self._second_order and not self._compare_gradients(actual, base, added):
+            self._repeat_backward(gone)
         norms = [v.double().norm() ** 2 for v in actual.values() if v is not None]
         norm = float(torch.stack(norms).sum().sqrt()) if norms else 0.0
         self.note("gradients", norm=norm, without=[name for name, value in actual.items() if value is None])
 
-    def _backward_of(self, call: Call) -> None:
+    def _backward_of(self, call: Call) -> _Gone | None:
         if self.reference is None or call.computed is None:
-            return
+            return None
         there = call.computed.results
         pairs = [
             (result, gradient.to(result.dtype))
@@ -354,11 +449,26 @@ class Watched:
             self.reference.backward([r for r, _ in pairs], [g for _, g in pairs])
         call.gradients = [None for _ in call.gradients] if call.gradients else []
         weight = self.runtime.reduction.weight
-        for name, gradient in self.reference.take_gradients().items():
+        taken = self.reference.take_gradients()
+        for name, gradient in taken.items():
             held = self._contributions.get(name)
             if gradient is not None:
                 gradient = gradient if weight == 1.0 else gradient * weight
                 self._contributions[name] = gradient if held is None else held + gradient
+        return _Gone(pairs, taken) if pairs else None
+
+    def _repeat_backward(self, gone: list[_Gone]) -> None:
+        """Once more, after gradients differed: whether the copy's own are the same the second time."""
+        assert self.reference is not None
+        for one in gone:
+            self.reference.backward([r for r, _ in one.pairs], [g for _, g in one.pairs])
+            for name, again in self.reference.take_gradients().items():
+                first = one.taken[name]
+                if first is None or again is None or tolerances.difference(again, first) == 0.0:
+                    continue
+                unit = self.unit_of_parameter(name)
+                self.note("not repeatable", module="", unit=unit, what=f"the gradient of {name}")
+                return
 
     def _mean_contributions(self) -> dict[str, torch.Tensor | None]:
         taken, self._contributions = self._contributions, {}
@@ -388,8 +498,9 @@ class Watched:
         actual: dict[str, torch.Tensor | None],
         base: dict[str, torch.Tensor | None],
         added: dict[str, torch.Tensor | None],
-    ) -> None:
-        expected = {}
+    ) -> bool:
+        """Whether all of them are as close as they should be."""
+        expected, close = {}, True
         norms: dict[str, float] = {}
         for name, value in added.items():
             before = base.get(name)
@@ -412,6 +523,8 @@ class Watched:
             if float(here.norm()) == 0.0 == float(there.norm()):
                 apart = 0.0
             self._compared("gradient", name, unit, apart, self.gradient_tolerance)
+            close = close and apart <= self.gradient_tolerance
+        return close
 
     # ---- clipping and steps
 
@@ -429,28 +542,38 @@ class Watched:
         own = {id(p) for p, _, _ in self.values.places}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_step(self) -> None:
         self.synchronise()
+        self._readings = 0
+
+    def read_step(self) -> None:
+        """The gradients that the step gets: before it begins, or after each call of its closure."""
+        self._readings += 1
         self._before_step = self.values.read(gradient_values)
         norms = [v.double().norm() ** 2 for v in self._before_step.values() if v is not None]
         self.note("step begins", norm=float(torch.stack(norms).sum().sqrt()) if norms else 0.0)
 
     def end_step(self, optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer | None) -> None:
         """`own` is the copy of the optimizer, which holds the copy's parameters."""
-        self._base, self._contributions = None, {}
+        self._base, self._contributions, self._second_order = None, {}, False
         self.calls.clear()
+        readings, self._readings = self._readings, 0
         values = self.values.read(parameter_values)
         self._at_rest = {piece.name: fingerprint(p) for p, _, piece in self.values.places}
         if self.reference is None or own is None:
             return
+        if readings != 1:
+            raise NotImplementedError(f"it calls its closure {readings} times")
         for name, gradient in self._before_step.items():
             parameter = self.reference.parameters[name]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype).to(parameter.device)
-        own.step()
+        try:
+            own.step()
+        finally:
+            self.reference.take_gradients()  # also of a step that fails: they are none of the next backward's
         held = {id(p) for group in own.param_groups for p in group["params"]}
         for name, value in values.items():
             parameter = self.reference.parameters[name]
-            parameter.grad = None
             if value is not None and id(parameter) in held:
                 apart = tolerances.difference(value, parameter)
                 unit = self.unit_of_parameter(name)
@@ -464,6 +587,14 @@ class Watched:
         self.calls.clear()
 
 
+@dataclass(frozen=True)
+class _Gone:
+    """One backward of the copy: results with the gradients they got, and what parameters got from it."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    taken: dict[str, torch.Tensor | None]
+
+
 def _noting_gradient(
     place: int, shape: torch.Size, note: Callable[[torch.Tensor], None]
 ) -> Callable[[Any], None]:
@@ -472,6 +603,10 @@ def _noting_gradient(
             note(gradients[place].reshape(shape))
 
     return look
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value[1] if isinstance(value, tuple) and len(value) == 2 else value, str | int)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

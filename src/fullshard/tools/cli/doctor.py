@@ -28,6 +28,11 @@ from fullshard.tools.cli.shared import AsJson
 
 _GRACE_S = 10.0  # what the other ranks get to end after one has failed
 _RESUMED_STEPS = 2
+# In errors of ranks whose peers have ended: gloo's, NCCL's and of torch's store.
+_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"),
+    *("Socket Timeout", "Connection refused"),
+)
 
 
 def _doctor(
@@ -132,7 +137,9 @@ def _examined(request: _Request, accept: tuple[str, ...]) -> Any:
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-", ignore_cleanup_errors=True) as folder:
         sharded = _run(request, Path(folder) / "sharded", request.ranks, request.steps, "compare")
         runs = [result["events"] for result in sharded]
-        if any(of_kind(events, "refused") for events in runs):
+        refused = [result["error"] for result in sharded if of_kind(result["events"], "refused")]
+        own = [one["error"] for one in sharded if one["error"] and _distance(one["error"]) < 2]
+        if any(not _distance(error) for error in refused) or (refused and not own):
             return reported(subject, Examination(runs), accept)
         _refuse_failed(sharded, request, subject)
         resumed: list[Any] = []
@@ -141,6 +148,7 @@ def _examined(request: _Request, accept: tuple[str, ...]) -> Any:
             problem = next((one["error"] for one in again if one["error"]), None)
             notes += [f"the run after a checkpoint failed: {problem}"] if problem else []
             resumed = [] if problem else [result["events"] for result in again]
+            notes += _resume_notes(runs, resumed) if resumed else []
         single = _single(request, Path(folder), notes)
     return reported(subject, Examination(runs, single, resumed), accept, notes)
 
@@ -161,12 +169,30 @@ def _single(request: _Request, folder: Path, notes: list[str]) -> list[Any]:
 def _refuse_failed(results: Sequence[dict[str, Any]], request: _Request, subject: str) -> None:
     errors = [(rank, result["error"]) for rank, result in enumerate(results) if result["error"]]
     if errors:
-        own = [one for one in errors if "ended with" not in one[1]] or errors
-        rank, error = own[0]
+        rank, error = min(errors, key=lambda one: (_distance(one[1]), one[0]))
+        ended = [str(rank) for rank, result in enumerate(results) if not result["error"]]
+        alone = f" (rank {', '.join(ended)} had ended by itself)" if ended and _distance(error) == 2 else ""
         raise OptionError(
-            f"{subject} fails by itself: rank {rank} of {request.ranks}: {error}",
+            f"{subject} fails by itself: rank {rank} of {request.ranks}: {error}{alone}",
             "Mend that first; --verbose shows what the script prints.",
         )
+
+
+def _distance(error: str) -> int:
+    """From what went wrong: an error of its own, a rank that died, one whose peer is gone, one that waits."""
+    if error.startswith("ended with"):
+        return 1 if "exit code" in error else 3
+    return 2 if error.startswith("Stalled: ") or any(part in error for part in _GONE) else 0
+
+
+def _resume_notes(runs: Sequence[list[Any]], resumed: Sequence[list[Any]]) -> list[str]:
+    saved = {event["path"] for events in runs for event in events if event["kind"] == "saved"}
+    if any(event["kind"] == "loaded" and event["path"] in saved for events in resumed for event in events):
+        return []
+    return [
+        "resuming was not checked: started again, the script loads no checkpoint that it saved. Files are "
+        "written to a temporary folder meanwhile: fs.latest and fs.load look there, os.path does not"
+    ]
 
 
 def _run(request: _Request, folder: Path, ranks: int, steps: int, how: str) -> list[dict[str, Any]]:
