@@ -24,6 +24,7 @@ from fullshard.planning.adapters import Adapters
 from fullshard.planning.answers import Answer, Question, answer
 from fullshard.planning.decoder import Decoder
 from fullshard.planning.needs import OPTIMIZERS
+from fullshard.planning.runs import checkpoint_bytes
 from fullshard.planning.subjects import Batch, Subject, find
 from fullshard.tools import cli
 
@@ -541,7 +542,47 @@ def looking():
 
 def showing():
     return Shows(), torch.randn(16, 1024)
+
+def raising():
+    return refused("width")
+
+def refused(name):
+    raise ValueError(f"no such\\n{name}")
+
+def needing(width, depth, *, heads=2):
+    return Net(), torch.randn(16, width)
+
+def leaving():
+    raise SystemExit(3)
+
+def frozen():
+    return Net().requires_grad_(False), torch.randn(16, 1024)
+
+def narrow():
+    return Net(), torch.randn(16, 512)
+
+class Makes(Net):
+    def forward(self, x):
+        return super().forward(x + torch.ones(1024))
+
+def elsewhere():
+    return Makes(), torch.randn(16, 1024)
+
+class Forgets(Net):
+    def forward(self, x):
+        return x.sum()
+
+def unrelated():
+    return Forgets(), torch.randn(16, 1024)
 """
+
+
+def _line(text: str) -> int:
+    return OWN[: OWN.index(text)].count("\n") + 1
+
+
+ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+ONE_LAYER |= {"vocab_size": 100}
 
 
 def test_function_of_ones_own_is_planned_with_its_batch(tmp_path: Path) -> None:
@@ -582,19 +623,41 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("{text}",), "cannot be read"),
         (("{nameless}",), "names no model_type"),
         (("{unknown}",), "knows no model_type 'frobnicator'"),
-        (("{deaf}",), "'encodec' is no model of text, images or speech"),
+        (("{deaf}",), "transformers trains no 'encodec' model on text, images or speech"),
+        (
+            ("{windowed}",),
+            "does not run without values, on which its path depends: RuntimeError: Tensor.item",
+        ),
         (("gpt2", "--gpu", "h101"), "Did you mean h100?"),
         (("gpt2", "--train-tokens", "lots"), "300B or 2T"),
         (("gpt2", "--inside", "50GB/s"), "--node-ranks"),
         (("gpt2", "--link", "fast"), "50GB/s"),
         (("gpt2", "--choose", "--allow", "int4"), "int8-across"),
         (("gpt2", "--choose", "--global-batch", "9"), "a multiple of the ranks"),
-        (("gpt2", "--choose", "--memory", "100MiB", "--ranks", "1"), "nothing fits for gpt2 on 1 rank"),
-        (("gpt2", "--smallest-ranks", "--memory", "100MiB"), "trains on no number of ranks"),
+        (("gpt2", "--allow", "int8"), "Write --choose --allow"),
+        (("gpt2", "--smallest-ranks", "--largest-batch"), "Ask one after the other"),
+        (("gpt2", "--choose", "--largest-batch"), "--choose tries growing batches"),
+        (("gpt2", "--largest-batch", "--batch", "2"), "the batch is what is looked for"),
+        (("gpt2", "--largest-batch", "--save", "plan.json"), "--choose --save FILE"),
+        (("gpt2", "--largest-batch", "--allow", "int8"), "--choose --allow"),
+        (("gpt2", "--smallest-ranks", "--global-batch", "8"), "give --ranks N and --choose"),
+        (("gpt2", "--smallest-ranks", "--train-tokens", "2T"), "give --ranks N and --choose"),
+        (("{own}:make", "--choose", "--save", "{empty}/no/plan.json"), "No such file or directory"),
         (("{own}:make", "--largest-batch"), "returns its own batch"),
         (("{words}",), "the config is refused: "),
         (("{quantised}",), "quantization_config"),
         (("{own}:looking",), "does not run without values"),
+        (("{own}:raising",), f"fails: ValueError: no such width (own.py, line {_line('raise ValueError')})"),
+        (("{own}:needing",), "is called without arguments, and needs width, depth."),
+        (("{own}:leaving",), f"fails: SystemExit: 3 (own.py, line {_line('raise SystemExit')})"),
+        (("{own}:frozen",), "no parameter of own.py:frozen requires gradients"),
+        (("{own}:narrow",), "fails with its batch: RuntimeError"),
+        (("{own}:narrow",), "Return a batch with which model(batch) runs."),
+        (("{own}:elsewhere",), "makes tensors on another device than its input's"),
+        (("{own}:unrelated",), "depends on no parameter that requires gradients"),
+        (("{broken}:make",), "cannot be loaded: SyntaxError: '(' was never closed (broken.py, line 2)"),
+        (("{importing}:make",), "No module named 'no_such_module' (importing.py, line 1)"),
+        (("{empty}/none.py:make",), "there is no file"),
         (("{own}:make", "--batch", "2"), "returns its own batch"),
         (("{own}:nothing",), "cannot be loaded"),
         (("gpt2", "--memory", "lots"), "24GiB"),
@@ -623,17 +686,35 @@ def test_wrong_request_is_one_line_with_its_remedy(
     texts |= {
         "learned": json.dumps(learned),
         "deaf": '{"model_type": "encodec"}',
+        "windowed": json.dumps({"model_type": "longformer", **ONE_LAYER, "attention_window": 32}),
+        "broken.py": "import torch\ndef make(\n",
+        "importing.py": "import no_such_module\n",
         "words": '{"model_type": "llama", "hidden_size": "big"}',
         "quantised": '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    places = {name: tmp_path / name for name in (*texts, "empty")}
+    places = {name.removesuffix(".py"): tmp_path / name for name in (*texts, "empty")}
     code, out, err = main(*(one.format(**places, own=tmp_path / "own.py") for one in arguments))
     assert (code, out) == (2, "")
     assert err.startswith("fullshard: ")
     assert err.count("\n") == 1
-    assert says in err
+    assert says in err.replace(f"{tmp_path}/", "")
+
+
+def test_a_plan_in_a_script_is_refused_by_its_reason() -> None:
+    def refusal(model: nn.Module, batch: torch.Tensor) -> str:
+        with pytest.raises(OptionError) as caught:
+            fs.plan(model, ranks=2, plan=fs.Planning(batch=batch, machine="h100"))
+        return str(caught.value)
+
+    frozen = refusal(nn.Linear(8, 8).requires_grad_(False), torch.ones(2, 8))
+    assert "no parameter of Linear requires gradients" in frozen
+    assert "give the options themselves" in frozen
+    wrong = refusal(nn.Sequential(nn.Linear(8, 8)), torch.ones(2, 5))
+    assert "the forward of Sequential fails with its batch: RuntimeError" in wrong
+    assert "Give fs.Planning(batch=...) what a rank's forward gets" in wrong
+    assert "--list" not in frozen + wrong
 
 
 def test_list_shows_every_size_with_its_parameters() -> None:
@@ -653,7 +734,7 @@ def test_planning_leaves_torchs_functions_as_they_were() -> None:
 
     before = F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm
     subject = find("gpt2", Batch(1, 8))
-    with pytest.raises(OptionError, match="does not run without values"):
+    with pytest.raises(OptionError, match="fails with its batch: IndexError"):
         answer(replace(subject, run=lambda _: (torch.zeros(1)[5], None)), Question(memory_bytes=GIB))
     assert before == (F.scaled_dot_product_attention, F.linear, F.dropout, F.grouped_mm)
 
@@ -766,6 +847,23 @@ def test_times_follow_from_the_card_and_the_links(small: str) -> None:
     assert "tokens/s" not in main(small, "--ranks", "16")[1]
 
 
+def _saved_bytes(folder: str) -> int:
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]
+    model = fs.shard(nn.Sequential(*blocks), precision="bf16")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    fs.save(folder, model, optimizer).wait()
+    return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+
+
+def test_a_saved_checkpoint_has_the_bytes_that_are_planned(tmp_path: Path) -> None:
+    num_elements = 6 * (256 * 256 + 256)
+    planned = checkpoint_bytes(num_elements, num_elements, OPTIMIZERS["adamw"][0])
+    (saved, _) = ranks.run(_saved_bytes, 2, str(tmp_path / "c"))
+    assert saved == pytest.approx(planned, rel=0.01)
+
+
 def test_the_choice_is_written_and_read_again(small: str, tmp_path: Path) -> None:
     from fullshard.planning.settings import Choice
 
@@ -811,10 +909,110 @@ def test_memory_decides_between_recomputation_and_host_memory(small: str) -> Non
 
     assert settings("--memory", wide) == (False, None)
     assert settings("--memory", tight) == (True, None)
-    code, _, err = main(*base, "--choose", "--memory", tighter)
-    assert code == 2
-    assert "on 1 rank of" in err
+    code, out, err = main(*base, "--choose", "--memory", tighter)
+    assert (code, err) == (1, "")
+    assert "on 1 rank of" in out
+    assert "With --host-memory SIZE, offload is tried." in out
     assert settings("--memory", tighter, "--host-memory", "64GiB") != (True, None)
+
+
+@pytest.mark.parametrize("question", ["--choose", "--smallest-ranks", "--largest-batch"])
+def test_where_nothing_fits_the_exit_code_is_1_with_json_too(question: str) -> None:
+    said = ("gpt2", "--sequence", "64", "--memory", "100MiB", "--ranks", "2", "--strategy", "zero3", question)
+    code, out, err = main(*said)
+    assert (code, err) == (1, "")
+    assert "--host-memory" in out
+    code, found = asked(*said)
+    assert code == 1
+    assert found["model"] == "gpt2"
+    if question == "--choose":
+        assert found["settings"] is None
+        assert found["why"].startswith("nothing fits for gpt2 on 2 ranks of 100.0 MiB")
+        assert all(one["step_s"] is None for one in found["rejected"])
+    elif question == "--smallest-ranks":
+        assert (found["smallest_ranks"], found["choice"]) == (None, None)
+    else:
+        assert set(found["strategies"].values()) == {None}
+
+
+NODES = ("--sequence", "64", "--checkpoint-activations", "--spare", "0", "--node-ranks", "2")
+NODES += ("--strategy", "zero3")
+WIDE = {"num_hidden_layers": 12, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 1024}
+WIDE |= {"intermediate_size": 8192, "max_position_embeddings": 64}
+
+
+def _between(model: str, number: int) -> str:
+    """Memory in which zero3 trains on so many ranks without node copies, and not with them."""
+    subject = find(model, Batch(1, 64))
+    question = Question(ranks=number, node_ranks=2, memory_bytes=GIB, recompute=True)
+    step = answers.step_of(subject, question)[0]
+    kept = answers.need_of(step, question, "zero3")
+    freed = answers.need_of(step, question, "zero3", lambda options: replace(options, keep_node=0))
+    assert freed.peak < 0.97 * kept.peak
+    return str((freed.peak + kept.peak) // 2)
+
+
+def test_what_does_not_fit_for_its_node_copies_is_chosen_without_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **WIDE}))
+    model = str(tmp_path)
+    memory = ("--memory", _between(model, 6))
+    code, table = asked(model, *NODES, *memory, "--ranks", "6")
+    assert (code, table["best"]) == (1, None)  # as the engine would do it by default
+    advice = " ".join(table["advice"])
+    assert "With fs.shard(model, keep_node=0) zero3 fits here: " in advice
+    (line,) = [line for line in table["advice"] if line.startswith("With these options")]
+    ranks = int(line.split(" ranks")[0].split()[-1])
+    assert ranks > 6  # what the table denies is not claimed below it
+    codes = [asked(model, *NODES, *memory, "--ranks", str(n))[0] for n in (ranks, ranks - 2)]
+    assert codes == [0, 1]
+    chosen = (*NODES, *memory, "--gpu", "h100", "--batch", "1")
+    code, found = asked(model, *chosen, "--ranks", "6", "--choose")
+    assert (code, found["settings"]["strategy"], found["settings"]["keep_node"]) == (0, "zero3", 0)
+    _, fewest = asked(model, *chosen, "--smallest-ranks")
+    assert fewest["smallest_ranks"] == 6
+    assert asked(model, *chosen, "--ranks", "4", "--choose")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("node", "more"),
+    [
+        (3, ()),  # of which 8 ranks, the default, are no multiple
+        (4, ("--host-memory", "2GiB")),
+        (4, ("--strategy", "hybrid", "--strategy", "zero2")),
+        (None, ("--strategy", "zero3", "--strategy", "replicate")),
+    ],
+    ids=str,
+)
+def test_the_fewest_ranks_are_those_on_which_a_choice_begins_to_fit(
+    node: int | None, more: tuple[str, ...]
+) -> None:
+    said = ("gpt2", "--sequence", "64", "--memory", "1200MiB", "--gpu", "rtx4090", "--batch", "1", *more)
+
+    def on(number: int) -> tuple[str, ...]:
+        return () if node is None else ("--node-ranks", str(min(node, number)))
+
+    code, found = asked(*said, *on(2**20), "--smallest-ranks")
+    assert code == 0
+    fewest = found["smallest_ranks"]
+    fewer = fewest - (1 if node is None or fewest <= node else node)
+    for number, expected in ((fewest, 0), (fewer, 1)):
+        if number:
+            assert asked(*said, *on(number), "--ranks", str(number), "--choose")[0] == expected
+
+
+def test_the_fewest_ranks_do_not_depend_on_the_order_of_strategies() -> None:
+    said = ("gpt2", "--sequence", "64", "--memory", "1200MiB", "--gpu", "rtx4090", "--smallest-ranks")
+    alone = asked(*said, "--strategy", "zero3")[1]["smallest_ranks"]
+    for names in (("zero3", "replicate"), ("replicate", "zero3")):
+        given = [word for name in names for word in ("--strategy", name)]
+        assert asked(*said, *given)[1]["smallest_ranks"] == alone
+
+
+def test_how_optimizer_state_rests_counts_in_a_choice_too() -> None:
+    said = ("gpt2", "--sequence", "64", "--ranks", "2", "--batch", "1", "--strategy", "zero2", "--choose")
+    exact, bits = (asked(*said, *more)[1]["peak_bytes"] for more in ((), ("--state", "8bit")))
+    assert bits < exact
+    assert "strategy='zero2', state='8bit')" in main(*said, "--state", "8bit")[1]
 
 
 def test_a_global_batch_is_divided_into_micro_batches(small: str) -> None:
@@ -866,3 +1064,72 @@ def test_configs_of_other_kinds_are_planned(config: dict[str, Any], tmp_path: Pa
     assert times["step_s"] >= times["compute_s"] > 0
     if config["model_type"] in ("bert", "t5", "bart"):
         assert times["flop"] == pytest.approx(6 * parameters * 2 * 64, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("config", "built"),
+    [
+        ({"model_type": "clip", "text_config": ONE_LAYER, "vision_config": ONE_LAYER}, "CLIPModel"),
+        ({"model_type": "llama", **SHORT}, "LlamaForSequenceClassification"),
+        ({"model_type": "llama", **SHORT}, "LlamaForQuestionAnswering"),
+        ({"model_type": "llama", **SHORT}, "LlamaModel"),
+        ({"model_type": "bert", **ONE_LAYER}, "BertForPreTraining"),
+        ({"model_type": "bert", **ONE_LAYER}, "BertForMultipleChoice"),
+        ({"model_type": "t5", "num_layers": 1}, "T5EncoderModel"),
+        ({"model_type": "vit", "num_hidden_layers": 1}, "ViTModel"),
+        ({"model_type": "wav2vec2", "num_hidden_layers": 1}, "Wav2Vec2ForCTC"),
+        ({"model_type": "deberta-v2", **ONE_LAYER}, "DebertaV2ForMaskedLM"),
+        (
+            {"model_type": "xlnet", "n_layer": 1, "d_model": 64, "n_head": 4, "d_inner": 64},
+            "XLNetLMHeadModel",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_class_that_a_config_names_is_planned(config: dict[str, Any], built: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = config | {"architectures": [built]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, found = asked(str(tmp_path), "--batch", "2", "--sequence", "32", "--strategy", "zero3")
+    assert (code, found["note"]) == (0, "")
+    assert found["traced"].startswith(f"the {built} that transformers ")
+    with torch.device("meta"):
+        real = getattr(transformers, built)(transformers.AutoConfig.for_model(**config))
+    assert found["parameters"] == count(real)
+
+
+@pytest.mark.parametrize(
+    ("named", "built", "because"),
+    [
+        ("MyLlama", "LlamaForCausalLM", "has no class MyLlama for it"),
+        ("MyLlamaForCausalLM", "LlamaForCausalLM", "has no class MyLlamaForCausalLM for it"),
+        ("BertModel", "LlamaForCausalLM", "has no class BertModel for it"),
+        (
+            "BartForSequenceClassification",
+            "BartForConditionalGeneration",
+            "cannot be traced on the meta device",
+        ),
+    ],
+)
+def test_a_class_that_is_planned_instead_of_the_named_one_is_said(
+    named: str, built: str, because: str, tmp_path: Path
+) -> None:
+    bart = {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1, "d_model": 64, "vocab_size": 100}
+    config = bart if named.startswith("Bart") else {"model_type": "llama", **SHORT}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
+    said = (str(tmp_path), "--sequence", "32", "--batch", "2", "--strategy", "zero3")
+    _, found = asked(*said)
+    note = found["note"]
+    assert note.startswith(f"The config names {named}, and ")
+    assert because in note
+    assert note.endswith(f": {built} is planned instead.")
+    for more in ((), ("--choose",), ("--smallest-ranks",)):
+        assert note in main(*said, *more)[1]
+        assert asked(*said, *more)[1]["note"] == note
+
+
+def test_a_model_of_images_and_text_is_planned_with_both(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "blip"}')
+    code, found = asked(str(tmp_path), "--sequence", "32", "--strategy", "zero3")
+    assert (code, found["batch"]) == (0, "1 x 32 tokens and an image each per rank")

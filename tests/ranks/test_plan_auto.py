@@ -95,7 +95,7 @@ def choices(folder: str) -> dict[str, Any]:
         ("number", 3, "plan is 3"),
         ("unknown", {"batches": batch}, "plan has 'batches'"),
         ("settings", {"settings": {"strategy": "zero4"}}, "zero4"),
-        ("wrong batch", fs.Planning(batch=torch.ones(4, 5)), "does not run without values"),
+        ("wrong batch", fs.Planning(batch=torch.ones(4, 5)), "fails with its batch"),
     ):
         with pytest.raises(OptionError, match=remedy):
             fs.shard(build(128 if name == "small" else 32), plan=plan)

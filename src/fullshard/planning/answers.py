@@ -10,12 +10,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fullshard.byte_sizes import size, size_option
-from fullshard.errors import OptionError
+from fullshard.errors import FullshardError, OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
 from fullshard.plan.units import Unit, find_units
 from fullshard.planning.adapters import Adapters
+from fullshard.planning.failures import explained, refuse_frozen
 from fullshard.planning.machines import Machine
 from fullshard.planning.needs import OPTIMIZERS, Need, Step, in_compute_dtype, need
 from fullshard.planning.network import Network
@@ -238,15 +239,15 @@ def _traced(
     count = sum(parameter.numel() for parameter in model.parameters())
     if adapters is not None:
         adapters.attach(model, options.precision.compute)
+    refuse_frozen(subject.name, model, subject.source)
     found = find_units(model, replace(options, on_gpu=on_gpu))
     with in_compute_dtype(model, options.precision.compute):
         try:
             traced = trace(model, found, subject.run, recompute)
-        except Exception as error:  # a forward that reads values, of which there are none
-            raise OptionError(
-                f"the forward of {subject.name} does not run without values: {type(error).__name__}: {error}",
-                "Plan with a size that `fullshard plan --list` shows, or measure it with fullshard simulate.",
-            ) from error
+        except FullshardError:
+            raise
+        except Exception as error:  # of a forward that is not ours
+            raise explained(subject.name, error, subject.source) from error
     return found, traced, count
 
 
@@ -262,13 +263,15 @@ def _advice(answer: Answer, step: Step) -> list[str]:
     if least.rest > question.room_bytes:
         lines.append(
             f"{name} does not train on {have}{away}: parameters, gradients and optimizer state alone take "
-            f"{size(least.rest)} of each with {least.strategy}. It would need more ranks, or offload."
+            f"{size(least.rest)} of each with {least.strategy}. It would need {_less_each(least)}, or "
+            "offload."
         )
     else:
         lines.append(
             f"{name} does not train on {have} with these options{away}: {least.strategy} takes "
             f"{size(least.rest)} at rest and {size(least.peak)} at the peak ({least.moment})."
         )
+    lines += _kept_line(answer, step)
     lines += _offload_line(question, step)
     fewest = _fewest(step, question)
     lines.append(_ranks_line("With these options", fewest, question))
@@ -284,6 +287,35 @@ def _advice(answer: Answer, step: Step) -> list[str]:
     if fewest is None:
         lines.append("Fewer tokens per rank help: smaller --batch or --sequence.")
     return lines
+
+
+def _less_each(one: Need) -> str:
+    """What divides the values at rest further: with some strategies more ranks do not."""
+    return "a strategy that shards more" if one.strategy in ("replicate", "hybrid") else "more ranks"
+
+
+def _kept_line(answer: Answer, step: Step) -> list[str]:
+    """Whether a strategy fits without what the engine keeps from forward to backward by default."""
+    question = answer.question
+    for one in sorted(answer.needs, key=lambda one: one.peak):
+        for given in _kept_by_default(one):
+            freed = _need(step, question, one.strategy, partial(replace, **given))
+            if question.fits(freed):
+                options = ", ".join(f"{name}={value}" for name, value in given.items())
+                return [
+                    f"With fs.shard(model, {options}) {one.strategy} fits here: {size(freed.peak)} at the "
+                    "peak. --choose considers it."
+                ]
+    return []
+
+
+def _kept_by_default(one: Need) -> list[dict[str, Any]]:
+    """Options that keep less, the cheapest first."""
+    if one.plan is None or one.strategy not in ("zero3", "hybrid"):
+        return []
+    copies: dict[str, Any] = {"keep_node": 0} if one.plan.schedule.node_copies else {}
+    full = [{**copies, "keep_full": 0}] if one.plan.schedule.kept - {0} else []
+    return [copies, *full] if copies else full
 
 
 def _offload_line(question: Question, step: Step, more: str = "") -> list[str]:
@@ -344,21 +376,32 @@ def _ranks_line(how: str, fewest: int | None, question: Question) -> str:
 
 
 def _fewest(step: Step, question: Question) -> int | None:
-    """The smallest number of ranks on which zero3 fits, with offload of entire hosts; None: there is none."""
-    each = 1 if question.offload is None else question.host_ranks
+    """The smallest number of ranks on which zero3 fits, of entire nodes or hosts; None: there is none.
 
-    def fits(hosts: int) -> bool:
-        inner = None if question.offload is None else each
-        other = replace(question, ranks=hosts * each, node_ranks=inner, strategies=("zero3",))
+    As the engine plans it by default, like the table: on several nodes with copies of their shares.
+    """
+    inner = question.node_ranks if question.offload is None else question.host_ranks
+    each = inner or 1
+
+    def fits(nodes: int) -> bool:
+        other = replace(question, ranks=nodes * each, node_ranks=inner, strategies=("zero3",))
         return other.fits(_need(step, other, "zero3"))
 
-    high = 1
+    nodes = first_fitting(fits, _MOST_RANKS // each)
+    return None if nodes is None else nodes * each
+
+
+def first_fitting(fits: Callable[[int], bool], most: int) -> int | None:
+    """A number from 1 to `most` that fits while the one before it does not; None: none was found.
+
+    The larger ones are not tried first: among very many ranks, small lanes are mostly padding.
+    """
+    low, high = 0, 1
     while not fits(high):
-        high *= 2
-        if high * each > _MOST_RANKS:
+        if high >= most:
             return None
-    low = high // 2
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return high * each
+    return high

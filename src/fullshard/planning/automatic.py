@@ -169,14 +169,13 @@ def _steps(
     batch, tokens = _batch(bare, request)
     if batch is None:
         return {recomputes[0]: _estimated(bare, request, question)}, request.tokens, "no batch was given"
-    subject = Subject(type(model).__name__, lambda: on_meta(bare), _Runs(batch), "", "", tokens)
+    subject = Subject(type(model).__name__, lambda: on_meta(bare), _Runs(batch), "", "", tokens, "model")
     try:
         steps = {r: step_of(subject, replace(question, recompute=r))[0] for r in recomputes}
     except FullshardError as error:
         if request.batch is not None:
             raise
-        reason = f"its forward does not run without values: {error.__cause__ or error}"
-        return {recomputes[0]: _estimated(bare, request, question)}, request.tokens, reason
+        return {recomputes[0]: _estimated(bare, request, question)}, request.tokens, error.what
     return steps, tokens, None
 
 

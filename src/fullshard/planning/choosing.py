@@ -1,8 +1,9 @@
 """The fastest settings that fit: every candidate's memory by `needs`, its time by `timing`.
 
 Candidates are strategies, with and without recomputation, with values on the device or elsewhere; of those
-that fit, variants use the memory that is left: more full values or node copies kept. What changes numbers (8
-bits on the wire) is tried only where it is allowed.
+that fit, variants use the memory that is left: more full values or node copies kept. Those that do not fit
+are tried without what the engine keeps by default. What changes numbers (8 bits on the wire) is tried only
+where it is allowed.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Scope:
     offloads: tuple[str | None, ...] = (None, "optimizer", "auto")
     wires: tuple[str, ...] = ("exact",)
     tunes: bool = True  # keep_full and keep_node are chosen too
+    state: str = "exact"  # how optimizer state rests, as fs.shard takes it
+    timed: bool = True  # False: only whether candidates fit is of interest
 
     @property
     def levels(self) -> bool:
@@ -73,7 +76,8 @@ class Scope:
             on_gpu=self.on_gpu,
             spare=self.spare,
             offload=offload,
-            machine=self.machine,
+            machine=self.machine if self.timed else None,
+            state=self.state,
         )
 
 
@@ -111,15 +115,39 @@ class Candidate:
         return self.question.fits(self.need)
 
 
+@dataclass(frozen=True)
+class NothingFits:
+    """What the least candidate needs, and what may be done about it."""
+
+    what: str
+    remedy: str
+    rejected: tuple[Rejected, ...]
+
+
 def choose(scope: Scope, traces: Iterable[Traced], until_worse: bool = False) -> Choice:
-    """The fastest per token that fits; if none does, an OptionError with what the least one needs.
+    """As `search`; if nothing fits, an OptionError with what the least one needs."""
+    found = search(scope, traces, until_worse)
+    if isinstance(found, NothingFits):
+        raise OptionError(found.what, found.remedy)
+    return found
+
+
+def anything_fits(scope: Scope, traced: Traced) -> bool:
+    """Whether `search` would find settings. Those that need least memory are tried first."""
+    frugal = replace(scope, timed=False, recomputes=scope.recomputes[::-1], offloads=scope.offloads[::-1])
+    names = sorted(_strategies(scope), key=("zero3", "hybrid", "zero2", "zero1", "replicate").index)
+    return any(one.fits for one in _candidates(frugal, traced, names))
+
+
+def search(scope: Scope, traces: Iterable[Traced], until_worse: bool = False) -> Choice | NothingFits:
+    """The fastest per token that fits.
 
     until_worse: `traces` are of growing micro-batches, of which no more are tried once they stop to help.
     """
     candidates: list[Candidate] = []
     fastest = inf
     for traced in traces:
-        found = list(_candidates(scope, traced))
+        found = list(_candidates(scope, traced, _strategies(scope)))
         candidates += found
         here = min((one.per_token_s for one in found if one.fits), default=inf)
         if until_worse and (here == inf or here > fastest / CLOSE):
@@ -127,7 +155,7 @@ def choose(scope: Scope, traces: Iterable[Traced], until_worse: bool = False) ->
         fastest = min(fastest, here)
     fitting = [one for one in candidates if one.fits]
     if not fitting:
-        raise _nothing_fits(scope, candidates)
+        return _nothing_fits(scope, candidates)
     best = _best(fitting)
     rejected = [_rejected(one, best) for one in _sorted(candidates) if one is not best]
     times = best.need.times
@@ -197,25 +225,28 @@ def _rejected(one: Candidate, best: Candidate) -> Rejected:
     return Rejected(one.settings, one.need.peak, one.step_s, why)
 
 
-def _nothing_fits(scope: Scope, candidates: Sequence[Candidate]) -> OptionError:
+def _nothing_fits(scope: Scope, candidates: Sequence[Candidate]) -> NothingFits:
     least = min(candidates, key=lambda one: (one.need.peak, one.per_token_s))
     short = least.need.peak - least.question.room_bytes
+    rejected = tuple(_rejected(one, one) for one in _sorted(candidates))
     if short <= 0:
         resting = least.need.resting
         assert resting is not None
         places = {"host memory": resting.host_bytes, "disk": resting.disk_bytes}
         needed = " and ".join(f"{size(count)} of {place}" for place, count in places.items() if count)
         or_disk = "or a disk" if scope.disk is None else "or more disk"
-        return OptionError(
+        return NothingFits(
             f"nothing fits for {scope.model} on {_ranks(scope)}: {least.settings} fits on the device and "
             f"needs {needed} on each host",
             f"Use more hosts, hosts with more memory, {or_disk}: --disk SIZE, fs.Planning(disk=FOLDER).",
+            rejected,
         )
-    return OptionError(
+    return NothingFits(
         f"nothing fits for {scope.model} on {_ranks(scope)} of {size(scope.memory_bytes)}: the least, "
         f"{least.settings}, takes {size(least.need.peak)} at the peak ({least.need.moment}), which is "
         f"{size(short)} too much",
         "Use more ranks, larger devices, or fewer tokens per rank.",
+        rejected,
     )
 
 
@@ -226,8 +257,8 @@ def _ranks(scope: Scope) -> str:
 # ---- candidates
 
 
-def _candidates(scope: Scope, traced: Traced) -> Iterator[Candidate]:
-    for strategy in _strategies(scope):
+def _candidates(scope: Scope, traced: Traced, strategies: Iterable[str]) -> Iterator[Candidate]:
+    for strategy in strategies:
         for recompute in (again for again in scope.recomputes if again in traced.steps):
             for offload in scope.offloads:
                 if offload is not None and strategy == "replicate" and scope.ranks > 1:
@@ -255,8 +286,9 @@ def _of(scope: Scope, traced: Traced, strategy: str, recompute: Any, how: str | 
         if one.need.transfers is not None and not any(vars(one.need.transfers).values()):
             continue  # nothing leaves the device
         yield one
-        if how is None and one.fits and scope.tunes:
-            yield from _tuned(scope, traced, step, question, one)
+        if how is None and scope.tunes:
+            tuned = _tuned(scope, traced, step, question, one)
+            yield from tuned if one.fits else _freed(traced, step, question, one)
 
 
 def _candidate(
@@ -315,3 +347,18 @@ def _tuned(
     if scope.levels and strategy == "zero3":
         yield _candidate(traced, step, question, replace(base.settings, keep_node="all"))
         yield _candidate(traced, step, question, replace(base.settings, keep_node=0))
+
+
+def _freed(traced: Traced, step: Step, question: Question, base: Candidate) -> Iterator[Candidate]:
+    """The same without what the engine keeps by default: it does not know the memory of a step beforehand."""
+    if base.settings.strategy not in ("zero3", "hybrid") or base.need.plan is None:
+        return
+    schedule, settings = base.need.plan.schedule, base.settings
+    if schedule.node_copies:
+        settings = replace(settings, keep_node=0)
+        one = _candidate(traced, step, question, settings)
+        yield one
+        if one.fits:
+            return
+    if schedule.kept - {0}:
+        yield _candidate(traced, step, question, replace(settings, keep_full=0))

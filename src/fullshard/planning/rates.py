@@ -16,8 +16,12 @@ import torch.nn.functional as F
 
 from fullshard import link_speeds
 from fullshard.environment import free_bytes
+from fullshard.planning.decoder import Decoder
 from fullshard.planning.machines import CARDS, Device, Machine, ProductRate, as_values, described, from_values
 from fullshard.planning.network import Link
+from fullshard.planning.sizes import gpt2
+from fullshard.planning.subjects import Batch, decoder
+from fullshard.planning.tracing import trace
 from fullshard.planning.transfers import Rates
 
 # Shapes of transformers, and cubes of every size.
@@ -27,6 +31,7 @@ _GPU_SHAPES = (
     *((8192, 768, 768), (8192, 3072, 768), (8192, 768, 3072), (4096, 1024, 4096), (8192, 32000, 1024)),
 )
 _HOST_SHAPES = tuple((s, s, s) for s in (32, 128, 256, 512))
+_SMALL = replace(gpt2(4, 64, 2, 256, 32), fused=True)
 # Of the rate of a product alone, what it has in a step that keeps the device busy: clocks fall. On an H200
 # steps that were bound by computing took 1.07 to 1.11 times as long as the products alone predicted.
 _SUSTAINED = 0.92
@@ -79,8 +84,14 @@ def _with_links(machine: Machine) -> Machine:
 
 
 def measured(device: torch.device) -> Machine:
-    """Rates of the kernels and copies of this device."""
+    """Rates of the kernels and copies of this device. The script's random numbers stay as they are: a run has
+    the same ones whether rates are measured in it or remembered."""
     on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+        return _measured(device, on_gpu)
+
+
+def _measured(device: torch.device, on_gpu: bool) -> Machine:
     shapes = _GPU_SHAPES if on_gpu else _HOST_SHAPES
     part = _SUSTAINED if on_gpu else 1.0
     products = tuple(_product(device, shape, torch.bfloat16, part) for shape in shapes)
@@ -197,7 +208,20 @@ def _small_kernel(device: torch.device) -> tuple[float, float]:
     both = _timed(device, lambda: small.add_(1.0), 0.002)
     if device.type != "cuda":
         return both, 0.0
-    return min(both, 2e-6), 6 * both  # a forward, its node of the graph, and a backward have more to do
+    return min(both, 2e-6), _launch(device)
+
+
+def _launch(device: torch.device) -> float:
+    """Of a decoder so small that the device waits for the host: forward and backward, per traced kernel."""
+    planned = decoder("a small decoder", _SMALL, Batch(1, _SMALL.context))
+    traced = trace(planned.build(), [], planned.run, False)
+    model = Decoder(_SMALL).to(device, torch.bfloat16)
+    tokens = torch.randint(_SMALL.vocabulary, (1, _SMALL.context + 1), device=device)
+
+    def run() -> None:
+        model(tokens).backward()
+
+    return _timed(device, run, 0.1) / sum(len(moment.work) for moment in traced.moments)
 
 
 def _host_rates(device: torch.device) -> Rates:

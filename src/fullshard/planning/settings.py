@@ -165,7 +165,14 @@ class Choice:
 
     def save(self, path: str | Path) -> None:
         """As JSON, which is YAML too. All ranks may write the same file."""
-        replace_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        try:
+            replace_text(path, text)
+        except (OSError, ValueError) as error:  # a ValueError: a path without a name
+            raise OptionError(
+                f"the plan cannot be written to {str(path)!r}: {getattr(error, 'strerror', None) or error}",
+                "Give a file in a folder that exists and may be written to.",
+            ) from error
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Choice:

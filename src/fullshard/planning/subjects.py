@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map
 from fullshard.errors import FullshardError, OptionError
 from fullshard.extras import need as need_library
 from fullshard.planning.decoder import Decoder
+from fullshard.planning.failures import Source, in_one_line
+from fullshard.planning.heads import Head, Kind, ending, families, named
 from fullshard.planning.sizes import SIZES, Shape, known
 from fullshard.planning.tracing import Run
 
@@ -45,6 +47,8 @@ class Subject:
     batch: str
     traced: str  # the model whose step is traced, in words
     tokens: int | None = None  # of one rank and step; None: not known
+    source: Source = "size"
+    note: str = ""  # how what is traced differs from what was asked for
 
 
 def find(name: str, batch: Batch) -> Subject:
@@ -102,8 +106,8 @@ def as_units_get(batch: Any, model: nn.Module) -> Any:
     return tree_map(cast, batch)
 
 
-def _described(batch: Batch, length: int) -> str:
-    return f"{batch.sequences} x {length} tokens per rank"
+def _described(batch: Batch, length: int, with_images: bool = False) -> str:
+    return f"{batch.sequences} x {length} tokens {'and an image each ' * with_images}per rank"
 
 
 @cache
@@ -131,92 +135,76 @@ def _hugging_face(name: str, text: str, batch: Batch) -> Subject:
     config = json.loads(text)
     transformers = need_library("transformers", "hf")
     kind = _config(transformers, config)
-    family = _family(transformers, kind, config)
     text_config = getattr(kind, "text_config", None) or kind
     positions = getattr(text_config, "max_position_embeddings", None) or getattr(kind, "n_positions", 0) or 0
     context = positions if positions > 0 else 4096  # XLNet's -1: no limit
     length = _length(batch, context)
-
-    def build() -> nn.Module:
-        model: nn.Module = getattr(transformers, family.builder).from_config(kind, dtype=torch.float32)
-        return model
+    asked = Kind(transformers, kind, batch.sequences, length)
+    architectures = config.get("architectures") or []
+    head, why = _head(asked, architectures if isinstance(architectures, list) else [architectures])
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
-        with _no_packed_sequences():
-            out = model(**as_units_get(family.inputs(kind, batch.sequences, length), model))
-        return out.loss, out
+        with _no_searches():
+            return head.run(model, as_units_get(head.inputs(asked), model))
 
-    traced = f"the model that transformers {transformers.__version__} builds"
-    built = partial(_on_meta, build, context, length)
-    if not family.reads_tokens:
-        about = f"{batch.sequences} {family.item} per rank"
-        return Subject(name, partial(_on_meta, build, length, length), run, about, traced)
-    return Subject(name, built, run, _described(batch, length), traced, batch.sequences * length)
-
-
-def _tokens(count: int, length: int) -> Tensor:
-    return torch.empty(count, length, dtype=torch.long, device=META)
-
-
-def _text(_kind: Any, count: int, length: int) -> dict[str, Tensor]:
-    return {"input_ids": _tokens(count, length), "labels": _tokens(count, length)}
+    traced = f"the {head.name} that transformers {transformers.__version__} builds"
+    if head.without_loss:
+        traced += ", with the mean of its output for the loss"
+    built = partial(_on_meta, partial(_built, head, kind), context if head.reads_tokens else length, length)
+    note = f"{why}: {head.name} is planned instead." if why else ""
+    if not head.reads_tokens:
+        about = f"{batch.sequences} {head.item} per rank"
+        return Subject(name, built, run, about, traced, source="config", note=note)
+    about, tokens = _described(batch, length, head.sees()), batch.sequences * length
+    return Subject(name, built, run, about, traced, tokens, "config", note)
 
 
-def _translations(_kind: Any, count: int, length: int) -> dict[str, Tensor]:
-    return {name: _tokens(count, length) for name in ("input_ids", "decoder_input_ids", "labels")}
+def _built(head: Head, kind: Any) -> nn.Module:
+    model: nn.Module = head.builder._from_config(kind, dtype=torch.float32)
+    return model
 
 
-def _images(kind: Any, count: int, _length: int) -> dict[str, Tensor]:
-    side = getattr(kind, "image_size", None) or 224
-    height, width = side if isinstance(side, tuple | list) else (side, side)
-    pixels = torch.empty(count, getattr(kind, "num_channels", 3), height, width, device=META)
-    return {"pixel_values": pixels, "labels": torch.empty(count, dtype=torch.long, device=META)}
+def _head(asked: Kind, architectures: list[Any]) -> tuple[Head, str]:
+    """The class that the config names, if transformers has it and it runs on meta; else one for its kind of
+    model, and why."""
+    usual, why = families(asked), ""
+    for name in map(str, architectures):
+        head = named(asked, name)
+        if head is None:
+            problem = f"transformers {asked.transformers.__version__} has no class {name} for it"
+        else:
+            runs, problem = _that_runs(
+                asked, next((one for one in usual if one.builder is head.builder), head)
+            )
+            if runs is not None:
+                return runs, ""
+            problem = f"a step of that cannot be traced on the meta device ({problem})"
+        why = why or f"The config names {name}, and {problem}"
+    ends = {ending(str(name)) for name in architectures}
+    for head in sorted(usual, key=lambda one: ending(one.name) not in ends):
+        runs, problem = _that_runs(asked, head)
+        if runs is not None:
+            return runs, why
+        why = why or f"a step of {head.name} cannot be traced on the meta device ({problem})"
+    what = why or f"transformers trains no {asked.config.model_type!r} model on text, images or speech"
+    raise OptionError(what, "Give FILE.py:FUNCTION, a function that returns (model, batch).")
 
 
-def _sounds(kind: Any, count: int, length: int) -> dict[str, Tensor]:
-    frames = torch.empty(count, kind.num_mel_bins, 2 * kind.max_source_positions, device=META)
-    words = _tokens(count, min(length, kind.max_target_positions))
-    return {"input_features": frames, "decoder_input_ids": words, "labels": words}
-
-
-@dataclass(frozen=True)
-class _Family:
-    """A kind of models that transformers builds, and what it is trained on."""
-
-    mapping: str
-    builder: str
-    inputs: Callable[[Any, int, int], dict[str, Tensor]]
-    word: str = ""  # in the name of an architecture that is of this kind
-    item: str = "sequences"
-    reads_tokens: bool = True
-
-
-_SPEECH = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"
-_IMAGES = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"
-_FAMILIES = (
-    _Family("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM", _text, "ForMaskedLM"),
-    _Family(*_SPEECH, _sounds, item="recordings", reads_tokens=False),
-    _Family("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM", _translations),
-    _Family("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM", _text),
-    _Family("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "AutoModelForImageTextToText", _text),
-    _Family("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM", _text),
-    _Family(*_IMAGES, _images, item="images", reads_tokens=False),
-)
-
-
-def _family(transformers: Any, kind: Any, config: dict[str, Any]) -> _Family:
-    architectures = config.get("architectures") or [""]
-    for family in _FAMILIES:
-        known = getattr(transformers, family.mapping, {})
-        named = any(family.word in str(name) for name in architectures)
-        if type(kind) in known and named:
-            if family.mapping.startswith("MODEL_FOR_SEQ_TO_SEQ") and not kind.is_encoder_decoder:
-                continue
-            return family
-    raise OptionError(
-        f"{config['model_type']!r} is no model of text, images or speech that transformers can train",
-        "Give FILE.py:FUNCTION, a function that returns (model, batch).",
-    )
+def _that_runs(asked: Kind, head: Head) -> tuple[Head | None, str]:
+    """This head if its forward runs on meta; else without its loss, which may read values; else why not."""
+    if head.tested:
+        return head, ""
+    problem = ""
+    for one in dict.fromkeys((head, replace(head, without_loss=True))):
+        try:
+            model = _made(partial(_built, one, asked.config))
+            with _no_searches():
+                one.run(model, one.inputs(asked))
+        except Exception as error:  # noqa: BLE001  # each class fails in its own way, and another is tried
+            problem = problem or in_one_line(error)
+        else:
+            return one, ""
+    return None, problem
 
 
 def _config(transformers: Any, config: dict[str, Any]) -> Any:
@@ -233,34 +221,41 @@ def _config(transformers: Any, config: dict[str, Any]) -> Any:
     try:
         kind = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # each of transformers' checks has its own class
-        raise OptionError(f"the config is refused: {_in_one_line(error)}", "Check the config.") from error
+        raise OptionError(f"the config is refused: {in_one_line(error)}", "Check the config.") from error
     kind.use_cache = False
+    if getattr(kind, "pad_token_id", None) is None and "SequenceClassification" in str(
+        config.get("architectures")
+    ):
+        kind.pad_token_id = 0  # without one, a batch of several sequences is refused
+    if hasattr(kind, "apply_spec_augment"):
+        kind.apply_spec_augment = False  # writes where a random mask is true
+        kind.layerdrop = 0.0  # every layer: some random ones would be left out
     return kind
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 @contextmanager
-def _no_packed_sequences() -> Iterator[None]:
-    """transformers searches positions for packed sequences and masks for hidden tokens: these have no values.
+def _no_searches() -> Iterator[None]:
+    """transformers searches positions for packed sequences, masks for hidden tokens and tokens for padding:
+    these have no values.
 
     A mask of our own would be worse: with one, keys and values are copied for every head that shares them.
     """
     masks = sys.modules.get("transformers.masking_utils")
-    answers = {
-        "find_packed_sequence_indices": lambda *_: None,
-        "fast_all": lambda *_: True,
-    }  # nothing is hidden
-    before = {name: getattr(masks, name) for name in answers if hasattr(masks, name)}
-    if masks is not None:
-        vars(masks).update({name: answers[name] for name in before})
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (masks, "find_packed_sequence_indices", lambda *_, **__: None),
+        (masks, "fast_all", lambda *_, **__: True),  # nothing is hidden
+        (models, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in answers if hasattr(owner, name)]
+    for owner, name, instead in answers:
+        if hasattr(owner, name):
+            setattr(owner, name, instead)
     try:
         yield
     finally:
-        if masks is not None:
-            vars(masks).update(before)
+        for owner, name, original in before:
+            setattr(owner, name, original)
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -274,14 +269,18 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+def _made(build: Callable[[], nn.Module]) -> nn.Module:
+    with META, _WithoutValues():
+        return build().to(META).train()  # XLNet makes torch.FloatTensors, which are the host's in any case
+
+
 def _on_meta(build: Callable[[], nn.Module], context: int, length: int) -> nn.Module:
     try:
-        with META, _WithoutValues():
-            model = build().train()
+        model = _made(build)
     except FullshardError:
         raise
     except Exception as error:  # a config with values that do not go together
-        raise OptionError(f"the model cannot be built: {_in_one_line(error)}", "Check the config.") from error
+        raise OptionError(f"the model cannot be built: {in_one_line(error)}", "Check the config.") from error
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if length > context and any(context <= rows <= context + 2 for rows in tables):  # OPT has two rows more
         # Learned positions: without values no operator would notice an index past the end.

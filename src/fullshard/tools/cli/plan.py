@@ -101,7 +101,8 @@ def _plan(
         typer.Option(
             "--allow",
             metavar="int8|int8-across",
-            help="8 bits on the wire, everywhere or between nodes, which changes numbers; may be repeated.",
+            help="With --choose: 8 bits on the wire, everywhere or between nodes, which changes numbers; may "
+            "be repeated.",
             rich_help_panel=CHOICE,
         ),
     ] = None,
@@ -118,7 +119,7 @@ def _plan(
         bool,
         typer.Option(
             "--smallest-ranks",
-            help="The smallest number of devices on which the model trains.",
+            help="The smallest number of devices on which the model trains, in entire nodes beyond one.",
             rich_help_panel=CHOICE,
         ),
     ] = False,
@@ -259,12 +260,25 @@ def _plan(
         raise OptionError("no model was given", "Pass one; fullshard plan --list shows the sizes.")
     from fullshard.planning.answers import Question, answer
 
+    _refuse_ignored(
+        {
+            "--smallest-ranks": smallest_ranks,
+            "--largest-batch": largest_batch,
+            "--choose": choose,
+            "--save": save,
+            "--global-batch": global_batch,
+            "--allow": allow,
+            "--train-tokens": train_tokens,
+            "--batch": batch,
+            "--flops": flops,
+        }
+    )
     tokens = _count(train_tokens)
     timed = (gpu, link, inside, train_tokens, global_batch, save, allow)
     wanted = choose or smallest_ranks or any(value is not None for value in timed)
     machine = _machine(gpu, link, inside, node_ranks, wanted)
     question = Question(
-        ranks=ranks,
+        ranks=(node_ranks or 1) if smallest_ranks else ranks,
         memory_bytes=_memory(memory, gpu, machine),
         strategies=_strategies(strategy, node_ranks),
         precision=precision,
@@ -294,7 +308,7 @@ def _plan(
         if largest_batch:
             return plan_choice.largest_batch(request, json)
         if smallest_ranks:
-            return plan_choice.smallest_ranks(request, json)
+            return plan_choice.smallest_ranks(request, save, json)
         return plan_choice.choose(request, save, json)
     result = answer(_subject(model, batch, sequence), question)
     if json:
@@ -303,6 +317,42 @@ def _plan(
         _print(result)
         _print_times(result, tokens)
     return 0 if result.best is not None else 1
+
+
+# Options that a question does not read, with what to do instead. A question is asked by the first of these
+# options that is given, in this order; without any of them strategies are compared.
+_CHOOSING = ("--choose", "--save", "--global-batch")
+_IGNORED: dict[str, dict[str, str]] = {
+    "--largest-batch": {
+        "--smallest-ranks": "Ask one after the other: --smallest-ranks, then --ranks N --largest-batch.",
+        "--choose": "Leave out --choose, or --largest-batch: --choose tries growing batches.",
+        "--save": "Leave it out, or write --choose --save FILE.",
+        "--global-batch": "Leave it out, or write --choose --global-batch N.",
+        "--allow": "Leave it out, or write --choose --allow.",
+        "--train-tokens": "Leave it out, or write --batch N --train-tokens.",
+        "--batch": "Leave it out: the batch is what is looked for.",
+        "--flops": "Leave it out: --gpu has the rates.",
+    },
+    "--smallest-ranks": {
+        "--global-batch": "Leave it out, or give --ranks N and --choose.",
+        "--train-tokens": "Leave it out, or give --ranks N and --choose.",
+        "--flops": "Leave it out: --gpu has the rates.",
+    },
+    "--choose": {"--flops": "Leave it out: --gpu has the rates."},
+    "": {"--allow": "Write --choose --allow, or leave it out."},
+}
+
+
+def _refuse_ignored(given: dict[str, Any]) -> None:
+    """Rather than answer without an option that was given."""
+    are_given = [name for name, value in given.items() if value is not None and value is not False]
+    asked = next((name for name in ("--largest-batch", "--smallest-ranks") if name in are_given), "")
+    if not asked and any(name in are_given for name in _CHOOSING):
+        asked = "--choose"
+    for name in are_given:
+        if name in _IGNORED[asked]:
+            what = f"{name} and {asked} do not go together" if asked else f"{name} is for --choose"
+            raise OptionError(what, _IGNORED[asked][name])
 
 
 def _memory(given: str | None, gpu: str | None, machine: Machine | None) -> int:
@@ -426,6 +476,7 @@ def _subject(name: str, batch: int | None, sequence: int | None) -> Subject:
         run,
         "its own batch per rank",
         "the model that the function returns",
+        source="function",
     )
 
 
@@ -486,7 +537,8 @@ def _print(result: Answer) -> None:
     print(
         f"{result.subject.name}: {result.num_parameters:,} parameters; {question.ranks} ranks of "
         f"{_gib(question.memory_bytes)} GiB; {question.precision}, {question.optimizer}, "
-        f"{result.subject.batch}{more}\nGiB per rank, from one step of {result.subject.traced}:\n"
+        f"{result.subject.batch}{more}\n{_note(result.subject)}GiB per rank, from one step of "
+        f"{result.subject.traced}:\n"
     )
     head = [
         "strategy",
@@ -531,6 +583,10 @@ def _print(result: Answer) -> None:
         )
     else:
         print("\nNothing fits.\n" + "\n".join(result.advice))
+
+
+def _note(subject: Subject) -> str:
+    return f"{subject.note}\n" if subject.note else ""
 
 
 def _in_host(result: Answer) -> str:
@@ -665,6 +721,7 @@ def _as_json(result: Answer, train_tokens: float | None) -> dict[str, Any]:
         "node_ranks": question.node_ranks,
         "offload": None if request is None else asdict(request),
         "traced": result.subject.traced,
+        "note": result.subject.note,
         "block_activation_bytes": result.saved_bytes,
         "loss_bytes": result.loss_bytes,
         "returned_bytes": result.returned_bytes,
@@ -734,7 +791,8 @@ one step of it is traced tensor by tensor. For each strategy it prints what a ra
   at the peak  in addition, at the worst moment of a step: full values of the units in
                use, gradients in flight, activations, logits and loss
 
-A config.json is built by transformers (the extra `hf`); a named size is a
+A config.json is built by transformers (the extra `hf`) as the class that its
+`architectures` name, or else as one of its kind, and that is printed; a named size is a
 decoder that computes as transformers does. What the model returns (its logits) counts
 until the step is over. Attention counts as fused kernels compute it, if the model uses
 them. Other models on the same device and what your own code keeps are not included.
@@ -756,7 +814,7 @@ examples:
   fullshard plan llama-3-8b --gpu h100 --largest-batch
   fullshard plan my_model.py:make --ranks 2 --json | jq .strategies.zero3.peak_bytes
 
-Exit code 0: a strategy fits; 1: none does, and what would is printed; 2: invalid
-request.""",
+Exit code 0: a strategy fits, or settings, ranks or a batch that fit were found; 1: none,
+and what would fit is printed; 2: invalid request.""",
     names=_sizes,
 )

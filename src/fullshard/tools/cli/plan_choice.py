@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Any
 
 from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
-from fullshard.planning.answers import Answer, Question, answer, need_of, step_of
-from fullshard.planning.choosing import WIRES, Disk, Scope, Traced
-from fullshard.planning.choosing import choose as chosen
+from fullshard.planning.answers import Answer, Question, answer, first_fitting, need_of, step_of
+from fullshard.planning.choosing import WIRES, Disk, NothingFits, Scope, Traced, anything_fits, search
 from fullshard.planning.needs import Need
 from fullshard.planning.runs import run_of
 from fullshard.planning.settings import Choice
@@ -20,6 +19,7 @@ from fullshard.tools.cli.printing import as_json_text, table
 
 _MOST_RANKS, _MOST_BATCH = 2**17, 2**16
 _TRIED_BATCHES = 6
+_MOST_OF_A_HOST = 16  # ranks, where all share one
 _SHOWN = 24  # rejected settings
 _FOLDER = "fullshard-offload"  # for --disk, in records: on a disk of each node's own
 
@@ -87,6 +87,7 @@ class Request:
             self.recomputes if question.offload is not None else self.recomputes[:2],
             offloads,
             ("exact", *self.allowed),
+            state=question.state,
         )
 
     def traces(self) -> Iterator[Traced]:
@@ -118,12 +119,15 @@ class Request:
 
 
 def choose(request: Request, save: str | None, json: bool) -> int:
-    choice = chosen(request.scope, request.traces(), until_worse=request.grows)
+    choice = search(request.scope, request.traces(), until_worse=request.grows)
+    if isinstance(choice, NothingFits):
+        return _nothing_fits(request, choice, json)
     if save is not None:
         choice.save(save)
     if json:
-        as_json_text(choice.to_dict() | {"run": _run(request, choice)[1].as_values()})
+        as_json_text(choice.to_dict() | {"run": _run(request, choice)[1].as_values()} | _note_json(request))
         return 0
+    _print_note(request)
     print(choice.line)
     rows = choice.table()[1:]
     table(("rejected", "peak", "step", "because"), rows[:_SHOWN], left=(0, 3))
@@ -132,10 +136,53 @@ def choose(request: Request, save: str | None, json: bool) -> int:
     result, run = _run(request, choice)
     print(f"\n{choice.machine}; {result.question.network}.")
     print("\n".join(run.lines))
-    print(f"\nIn a script: fs.shard(model, {_arguments(choice)})")
+    print(f"\nIn a script: fs.shard(model, {_arguments(choice)}{_state(request)})")
     if save is not None:
-        print(f"Written to {save}: fs.shard(model, plan={save!r})")
+        print(f"Written to {save}: fs.shard(model, plan={save!r}{_state(request)})")
     return 0
+
+
+def _nothing_fits(request: Request, found: NothingFits, json: bool) -> int:
+    question = request.question
+    if json:
+        as_json_text(
+            {
+                "model": request.scope.model,
+                "ranks": question.ranks,
+                "node_ranks": question.node_ranks,
+                "memory_bytes": question.memory_bytes,
+                "settings": None,
+                "why": found.what,
+                "advice": [_advice(request, found)],
+                "rejected": [asdict(one) for one in found.rejected],
+            }
+            | _note_json(request)
+        )
+    else:
+        _print_note(request)
+        print(f"{found.what[0].upper()}{found.what[1:]}.\n{_advice(request, found)}")
+    return 1
+
+
+def _advice(request: Request, found: NothingFits) -> str:
+    offers = "" if request.question.offload is not None else " With --host-memory SIZE, offload is tried."
+    return found.remedy + offers
+
+
+def _note_json(request: Request) -> dict[str, str]:
+    note = request.at(request.batch).note
+    return {"note": note} if note else {}
+
+
+def _print_note(request: Request) -> None:
+    for note in _note_json(request).values():
+        print(note)
+
+
+def _state(request: Request) -> str:
+    """It is no part of a choice: as given."""
+    state = request.question.state
+    return "" if state == "exact" else f", state={state!r}"
 
 
 def _arguments(choice: Choice) -> str:
@@ -184,7 +231,8 @@ def largest_batch(request: Request, json: bool) -> int:
             else {"batch": one[0], "peak_bytes": one[1].peak, "step_s": _step_s(one[1])}
             for name, one in found.items()
         }
-        as_json_text({"model": request.at(1).name, "tokens_per_sequence": length, "strategies": values})
+        found_json = {"model": request.at(1).name, "tokens_per_sequence": length, "strategies": values}
+        as_json_text(found_json | _note_json(request))
         return 0 if any(found.values()) else 1
     rows = []
     for name, one in found.items():
@@ -197,6 +245,7 @@ def largest_batch(request: Request, json: bool) -> int:
         rows.append(
             (name, f"{batch}", "" if length is None else f"{batch * length:,}", size(need.peak), rate)
         )
+    _print_note(request)
     room = f"{request.question.ranks} ranks of {size(request.question.memory_bytes)}"
     print(f"{request.at(1).name}: sequences per rank and micro-batch that fit on {room}:\n")
     table(("strategy", "sequences", "tokens", "peak", "tokens/s"), rows, left=(0,))
@@ -247,54 +296,70 @@ def _next_trial(peaks: dict[int, int], low: int, high: int, room: int) -> int:
     return max(low + 1, min(high - 1, estimate))
 
 
-def smallest_ranks(request: Request, json: bool) -> int:
+def smallest_ranks(request: Request, save: str | None, json: bool) -> int:
     """The fewest devices, and what to choose there."""
+    batch = request.batch or (1 if request.at(None).tokens else None)
+    request = replace(request, batch=batch)
     count = _fewest(request)
     if count is None:
-        raise OptionError(
-            f"{request.at(request.batch).name} trains on no number of ranks of "
-            f"{size(request.question.memory_bytes)}: what is not sharded does not fit in one",
-            "Use fewer tokens per rank, --host-memory, or larger devices.",
-        )
-    inner = request.question.node_ranks
-    at = replace(request.question, ranks=count, node_ranks=None if inner is None or inner >= count else inner)
-    there = replace(request, question=at, batch=request.batch or (1 if request.at(None).tokens else None))
-    choice = chosen(there.scope, there.traces())
+        return _no_ranks(request, json)
+    there = _on(request, count)
+    choice = search(there.scope, there.traces())
+    assert isinstance(choice, Choice)
+    if save is not None:
+        choice.save(save)
     if json:
-        as_json_text({"smallest_ranks": count, "choice": choice.to_dict()})
+        as_json_text({"smallest_ranks": count, "choice": choice.to_dict()} | _note_json(request))
         return 0
     devices = f"{count} devices" if count > 1 else "1 device"
-    print(
-        f"{request.at(request.batch).name} trains on {devices} of {size(at.memory_bytes)}, and not on fewer."
-    )
+    room = size(request.question.memory_bytes)
+    _print_note(request)
+    print(f"{request.scope.model} trains on {devices} of {room}, and not on fewer.")
     print(choice.line)
+    if save is not None:
+        print(f"Written to {save}: fs.shard(model, plan={save!r}{_state(request)})")
     return 0
 
 
+def _no_ranks(request: Request, json: bool) -> int:
+    what = (
+        f"{request.scope.model} trains on no number of ranks of {size(request.question.memory_bytes)}: what "
+        "is not sharded does not fit in one"
+    )
+    ways = ["fewer tokens per rank", "larger devices"]
+    ways += [] if request.strategies is None else ["another --strategy"]
+    ways += [] if request.question.offload is not None else ["--host-memory"]
+    remedy = f"Use {', '.join(ways[:-1])}, or {ways[-1]}."
+    if json:
+        found = {"smallest_ranks": None, "choice": None, "model": request.scope.model, "why": what}
+        as_json_text(found | {"advice": [remedy]} | _note_json(request))
+    else:
+        _print_note(request)
+        print(f"{what}.\n{remedy}")
+    return 1
+
+
+def _on(request: Request, ranks: int) -> Request:
+    """The same on so many ranks. Fewer than a node has are one node."""
+    inner = request.question.node_ranks
+    inner = None if inner is None else min(inner, ranks)
+    return replace(request, question=replace(request.question, ranks=ranks, node_ranks=inner))
+
+
 def _fewest(request: Request) -> int | None:
-    """With the least memory per rank that settings can reach: zero3, recomputed."""
-    scope, inner = request.scope, request.question.node_ranks
-    again = scope.recomputes[-1]
-    name = scope.strategies[-1] if scope.strategies else "zero3"
-    recomputed = replace(request.question, recompute=again)
-    step = step_of(request.at(request.batch), recomputed)[0]
+    """Of 1, 2, 3, ... ranks up to a node, then of entire nodes: the first on which anything fits."""
+    (traced,) = request.traces()
+    inner = request.question.node_ranks
 
     def fits(ranks: int) -> bool:
-        nodes = None if inner is None or inner >= ranks else inner
-        question = replace(recomputed, ranks=ranks, node_ranks=nodes, strategies=(name,), machine=None)
-        return question.fits(need_of(step, question, name))
+        return anything_fits(_on(request, ranks).scope, traced)
 
-    def count(index: int) -> int:
-        """1, 2, 3, ... up to a node, then entire nodes."""
-        return index if inner is None or index <= inner else (index - inner + 1) * inner
-
-    high = 1
-    while not fits(count(high)):
-        high *= 2
-        if count(high) > _MOST_RANKS:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(count(middle)) else (middle, high)
-    return count(high)
+    if request.question.offload is not None:
+        # Ranks that share the memory of a host may need more of it together than fewer of them do.
+        found = next((ranks for ranks in range(1, (inner or _MOST_OF_A_HOST) + 1) if fits(ranks)), None)
+        if found is not None or inner is None:
+            return found
+    elif inner is None or fits(inner):
+        return first_fitting(fits, inner or _MOST_RANKS)
+    nodes = first_fitting(lambda count: fits(count * inner), _MOST_RANKS // inner)
+    return None if nodes is None else nodes * inner

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.errors import OptionError
+from fullshard.errors import FullshardError, OptionError
 from fullshard.options import parse
 from fullshard.plan.units import find_units
 from fullshard.planning.decoder import Decoder, initialize
@@ -91,12 +94,13 @@ def subject(name: str, layers: int | None, tokens: int) -> Subject:
     function = _function(name)
     if not callable(function):
         raise OptionError(f"{name!r} is a {type(function).__name__}", "Name a function.")
-    made = function()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise OptionError(f"{name!r} returned a {type(made).__name__}", "Return (model, batch).")
-    ready, batch = [made[0]], made[1]
+    model, batch = _made(name, function)
+    ready = [model]
     return Subject(
-        name, name, lambda: ready.pop() if ready else function()[0], lambda device: _to(batch, device)
+        name,
+        name,
+        lambda: ready.pop() if ready else _made(name, function)[0],
+        lambda device: _to(batch, device),
     )
 
 
@@ -111,22 +115,83 @@ def decoder(name: str, shape: Shape, tokens: int) -> Subject:
     return Subject(name, about, lambda: Decoder(shape), batch, initialize)
 
 
-def _function(name: str) -> Callable[[], Any]:
+def _function(name: str) -> Any:
     place, _, function = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        build = getattr(module, function)
-    except (ImportError, OSError, AttributeError, AssertionError) as error:
-        raise OptionError(f"{name!r} cannot be loaded: {error}", "Give FILE.py:FUNCTION.") from error
-    return build  # type: ignore[no-any-return]
+        module = _loaded(place)
+    except FileNotFoundError as error:
+        if os.path.exists(place):  # it opens another one that is not there
+            raise _failed(f"{place!r} cannot be loaded", place, error, _MEND_FILE) from error
+        raise OptionError(f"{name!r} cannot be loaded: there is no file {place!r}", _GIVE) from error
+    except ModuleNotFoundError as error:
+        if place.endswith(".py") or not f"{place}.".startswith(f"{error.name}."):
+            raise _failed(f"{place!r} cannot be loaded", place, error, _MEND_FILE) from error
+        raise OptionError(f"{name!r} cannot be loaded: {error}", _GIVE) from error
+    except FullshardError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the file does when it is imported
+        raise _failed(f"{place!r} cannot be loaded", place, error, _MEND_FILE) from error
+    if not hasattr(module, function):
+        raise OptionError(f"{name!r} cannot be loaded: {place!r} has no {function!r}", _GIVE)
+    return getattr(module, function)
+
+
+_GIVE = "Give FILE.py:FUNCTION, a function that returns (model, batch)."
+_MEND_FILE = "Mend the file: it must be possible to import it."
+
+
+def _loaded(place: str) -> Any:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _made(name: str, function: Callable[[], Any]) -> tuple[nn.Module, Any]:
+    """What the user's function returns: a model, and its batch."""
+    needed = _arguments(function)
+    if needed:
+        raise OptionError(
+            f"{name!r} is called without arguments, and needs {', '.join(needed)}",
+            "Name a function that needs none, such as one that calls it.",
+        )
+    try:
+        made = function()
+    except FullshardError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise _failed(f"{name!r} fails", name.rpartition(":")[0], error, "Mend the function.") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise OptionError(f"{name!r} returned a {type(made).__name__}", "Return (model, batch).")
+    return made
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of those that it cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of something built in
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+
+
+def _failed(what: str, place: str, error: BaseException, remedy: str) -> OptionError:
+    """With the innermost line of the user's file in the traceback, or of any file if it has none of that."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):
+        file, line = error.filename or place, error.lineno
+        return OptionError(f"{what}: {text.split(' (')[0]} ({file}, line {line})", remedy)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if one.filename in (place, os.path.abspath(place))]
+    at = own[-1:] or [one for one in frames if __file__ != one.filename][-1:]
+    where = f" ({at[0].filename}, line {at[0].lineno})" if at else ""
+    return OptionError(f"{what}: {text}{where}", remedy)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -19,6 +19,7 @@ PRESETS = {
     "gpt-350m": gpt(24, 1024, 16, 50304),
     "llama-1b": Shape(16, 2048, 32, 8, 8192, 32000, 4096, fused=True),
     "llama-8b": Shape(32, 4096, 32, 8, 14336, 32000, 4096, fused=True),
+    "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, fused=True),
     "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, fused=True),
 }
 
