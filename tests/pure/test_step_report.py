@@ -61,7 +61,7 @@ def test_one_rank_that_steps_differently_is_named_however_many_there_are(count: 
                 else:
                     report._sums[2] += 1  # another learning rate
         ranks.exchange()
-        assert ranks.messages[0].numel() <= 2 + 64 * 44
+        assert ranks.messages[0].numel() <= 2 + 64 * 52
         for report in ranks.reports:
             if odd is None or count == 1:
                 report.check()

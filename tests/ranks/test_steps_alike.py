@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ranks
-from engines import HalfUsed, batch, build, loss_of, marked, my_rank
+from engines import HalfUsed, batch, build, loss_of, marked, my_rank, shard_blocks
 
 STEPS = 6
 
@@ -149,3 +149,32 @@ def _alike() -> dict[str, str]:
 def test_steps_that_are_alike_raise_no_alarm() -> None:
     for found in ranks.run(_alike, 2):
         assert set(found.values()) == {"nothing"}, found
+
+
+def _in_another_mode(part: str, strategy: str) -> tuple[str, bool]:
+    """What is raised, and whether the step in which rank 1 evaluates has left the parameters as they were."""
+    model = shard_blocks(build(), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before: list[torch.Tensor] = []
+
+    def each(step: int) -> None:
+        if step == 1 and my_rank() == 1:
+            model.get_submodule(part).eval()
+        before[:] = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+
+    return _loop(model, optimizer, each), all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+def test_a_model_or_block_that_evaluates_on_one_rank_alone_is_an_error_before_anything_is_updated(
+    strategy: str,
+) -> None:
+    for raised, unchanged in ranks.run(_in_another_mode, 2, "", strategy):
+        assert raised.startswith("RankMismatch in step 2: "), raised
+        assert "rank 0: training; rank 1: evaluation" in raised
+        assert unchanged
+    for raised, unchanged in ranks.run(_in_another_mode, 2, "blocks.1", strategy):
+        assert raised.startswith("RankMismatch in step 2: "), raised
+        assert "blocks of rank 1 differ from those of rank 0" in raised
+        assert unchanged

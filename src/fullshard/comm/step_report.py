@@ -3,15 +3,16 @@
 Flags of used parameters are followed by rows. Each rank writes its own, so that after a maximum every rank
 has all of them:
 
-    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, five checksums
+    [used, used, ...  | row of rank 0 | row of rank 1 | ...]      a row: a mark, steps, six checksums
 
 A row describes the optimizer steps on these parameters since the last report. Ranks that stepped differently,
 or with other settings, would train parts of one model in different ways. The rows are looked at when the next
 forward begins; on a GPU one forward later, because nothing waits for the device.
 
-The last checksum is of the operations that the rank has begun (units, phases, how many), and of whether more
-micro-batches are to come. Where the host waits for messages, it is compared before the optimizer steps. Ranks
-whose checksums differ exchange their last operations, and the error names the first that differs.
+The fifth checksum is of the operations that the rank has begun (units, phases, how many), and of whether more
+micro-batches are to come; the sixth is of the units in training mode. Where the host waits for messages, both
+are compared before the optimizer steps. Ranks whose operations differ exchange the last of them, and the
+error names the first that differs.
 
 There are at most 64 rows, so that a report does not grow with the number of ranks: ranks 3, 67, 131 ... share
 one. A row is therefore written twice, as it is and inverted: the maxima of both are the largest and the
@@ -20,16 +21,19 @@ smallest that was written, and ranks of one row that differ are noticed as well.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fullshard.comm.watchdog import Operation, Watchdog
 from fullshard.errors import RankMismatch
 
 _MOST_ROWS = 64
-_ROW = 22  # bytes: a mark, the number of steps, five checksums of 4; then the same inverted
+_ROW = 26  # bytes: a mark, the number of steps, six checksums of 4; then the same inverted
 _STEPS = slice(1, 2)
 _PARTS = (
     (slice(2, 6), "classes of optimizers, or the parameters that they hold"),
@@ -38,6 +42,7 @@ _PARTS = (
     (slice(14, 18), "parameters that have a gradient"),
 )
 _OPERATIONS = slice(18, 22)
+_MODES = slice(22, 26)
 _SAME_CALLS = "Every rank must make the same calls on a sharded model in the same order."
 
 
@@ -79,7 +84,9 @@ class StepReport:
             operation, message, flags = self._in_flight
             if operation is not None:
                 operation.wait()
-            self._compare_operations(message[flags:].cpu().numpy().tobytes())
+            data = message[flags:].cpu().numpy().tobytes()
+            _compare_modes(self._rows(data))
+            self._compare_operations(data)
         self._steps += 1
         for index, value in enumerate((identity, settings, rates)):
             self._add(index, value)
@@ -91,14 +98,14 @@ class StepReport:
     def _add(self, index: int, value: int) -> None:
         self._sums[index] = (self._sums[index] + value) & 0xFFFFFFFF
 
-    def exchange(self, used: list[bool], more_to_come: bool = False) -> list[bool]:
+    def exchange(self, used: list[bool], more_to_come: bool = False, modes: int = 0) -> list[bool]:
         """Which flags any rank has set. A rank that has set them all does not wait for the others.
 
-        more_to_come: this was a micro-batch, and not the last one.
+        more_to_come: this was a micro-batch, and not the last one. modes: what `modes_of` returned.
         """
         self.check()
         self._more_to_come = more_to_come
-        message = self._message(used)
+        message = self._message(used, modes)
         if all(used) and self._comm.replicas == 1:
             operation = self._comm.start_max(message)
             self._in_flight = (operation, message, len(used))
@@ -109,10 +116,10 @@ class StepReport:
         self._in_flight = (None, message, len(used))
         return used if all(used) else [bool(flag) for flag in message[: len(used)].tolist()]
 
-    def _message(self, used: list[bool]) -> torch.Tensor:
+    def _message(self, used: list[bool], modes: int) -> torch.Tensor:
         members = self._comm.world.members
         trail = self._comm.watchdog.recorder.trail(self._channels())
-        sums = [*self._sums, trail ^ self._more_to_come]
+        sums = [*self._sums, trail ^ self._more_to_come, modes]
         own = bytes([1, min(self._steps, 255)]) + b"".join(s.to_bytes(4, "little") for s in sums)
         count = min(len(members), _MOST_ROWS)
         rows = bytearray(2 * _ROW * count)
@@ -158,13 +165,8 @@ class StepReport:
         count = len(data) // (2 * _ROW)
         if data == (data[:_ROW] + _inverted(data[:_ROW])) * count:
             return
-        members = self._comm.world.members
-        rows: list[tuple[str, bytes]] = []
-        for index in range(count):
-            row = data[2 * _ROW * index : 2 * _ROW * (index + 1)]
-            if row[0] == 1:  # without a mark: not a rank of its own, but a stand-in for one
-                ranks = _ranks(members[index::count])
-                rows += [(ranks, value) for value in sorted({row[:_ROW], _inverted(row[_ROW:])})]
+        rows = self._rows(data)
+        _compare_modes(rows)
         if self._comm.device.type == "cpu":
             self._compare_operations(data)
         if len({row[: _OPERATIONS.start] for _, row in rows}) > 1:
@@ -174,12 +176,20 @@ class StepReport:
                 f"ranks are in different operations: {_odd_ones(rows, _OPERATIONS)}", _SAME_CALLS
             )
 
+    def _rows(self, data: bytes) -> list[tuple[str, bytes]]:
+        """What ranks have written, with these ranks: two values where several that share a row differ."""
+        members, count = self._comm.world.members, len(data) // (2 * _ROW)
+        rows: list[tuple[str, bytes]] = []
+        for index in range(count):
+            row = data[2 * _ROW * index : 2 * _ROW * (index + 1)]
+            if row[0] == 1:  # without a mark: not a rank of its own, but a stand-in for one
+                ranks = _ranks(members[index::count])
+                rows += [(ranks, value) for value in sorted({row[:_ROW], _inverted(row[_ROW:])})]
+        return rows
+
     def _compare_operations(self, data: bytes) -> None:
         """On all ranks, which have the same data: if any has begun other operations, exchange which."""
-        rows = [data[at : at + 2 * _ROW] for at in range(0, len(data), 2 * _ROW)]
-        sums = {row[_OPERATIONS] for row in rows if row[0] == 1}
-        sums |= {_inverted(row[_ROW:])[_OPERATIONS] for row in rows if row[0] == 1}
-        if len(sums) <= 1:
+        if len({row[_OPERATIONS] for _, row in self._rows(data)}) <= 1:
             return
         last = self._comm.watchdog.recorder.last_operations(self._channels())
         world = self._comm.world
@@ -196,6 +206,26 @@ class StepReport:
             )
         if difference := first_difference(by_rank):
             raise RankMismatch(f"ranks are in different operations: {difference}", _SAME_CALLS)
+
+
+def modes_of(modules: Iterable[nn.Module]) -> int:
+    """A checksum of the modules in training mode. Its lowest bit is the mode of the first one, the model."""
+    modes = bytes([module.training for module in modules])
+    return zlib.crc32(modes) & ~1 | modes[0]
+
+
+def _compare_modes(rows: list[tuple[str, bytes]]) -> None:
+    if len({row[_MODES] for _, row in rows}) <= 1:
+        return
+    models = [(ranks, row[_MODES][0] & 1) for ranks, row in rows]
+    if len({training for _, training in models}) > 1:
+        what = "; ".join(f"rank {ranks}: {'training' if t else 'evaluation'}" for ranks, t in models)
+    else:
+        what = f"blocks of {_odd_ones(rows, _MODES)}"
+    raise RankMismatch(
+        f"the model is in different modes on the ranks of one step: {what}",
+        "Call train() and eval() on all ranks alike, and train() again after an evaluation on one of them.",
+    )
 
 
 def _inverted(row: bytes) -> bytes:

@@ -93,6 +93,7 @@ class Reduction:
         self.observer: Observer | None = None
         self._legs: dict[Leg, list[InFlight]] = {leg: [] for leg in Leg}  # in flight, the oldest first
         self._order: list[int] = []  # in which units are sent
+        self._modes = 0
         self._at = 0
         self._waiting: set[int] = set()
         self._sent: set[int] = set()
@@ -112,7 +113,9 @@ class Reduction:
 
     # ---- begin
 
-    def begin(self, order: Sequence[int]) -> None:
+    def begin(self, order: Sequence[int], modes: int) -> None:
+        """modes: a checksum of the units in training mode, which the ranks compare."""
+        self._modes = modes
         self._share = shares.current(self._comm.all_ranks)
         if self._fixed:
             self._require_micro_batches()
@@ -658,7 +661,7 @@ class Reduction:
         flat = [flag for flags in local for flag in flags]
         if self._comm.all_ranks == 1 or not flat:
             return local
-        agreed = iter(self._comm.report.exchange(flat, self.postponing))
+        agreed = iter(self._comm.report.exchange(flat, self.postponing, self._modes))
         return [[bool(next(agreed)) for _ in flags_of] for flags_of in local]
 
     def _check_finite(self, reductions: Sequence[LaneReduction]) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fullshard.comm.groups import Comm, as_bytes
+from fullshard.comm.step_report import modes_of
 from fullshard.engine import transforms
 from fullshard.engine.gather import Gathering, current_task
 from fullshard.engine.gradients import Step
@@ -500,7 +501,7 @@ class Runtime:
         schedule = self.gathering.begin_backward()
         self.reduction.diverges = schedule.diverges
         with torch.no_grad():
-            self.reduction.begin(schedule.reduce)
+            self.reduction.begin(schedule.reduce, modes_of(self._units_by_module))
         _at_end_of_task(self._end_backward)
 
     def _end_segment(self, task: int) -> None:
