@@ -307,6 +307,52 @@ def test_numbers_that_differ_between_ranks_load_on_as_many_and_are_refused_on_ot
         assert "can be loaded only on the number of ranks" in message
 
 
+# --- other formats -------------------------------------------------------------------------------------
+
+
+def _as_dcp(root: Path) -> dict[str, list[str]]:
+    """What dcp.save, and an export of what fs.save wrote, raise."""
+    import fullshard as fs
+    from fullshard.checkpoint import dcp
+    from fullshard.checkpoint.loading.opening import open_checkpoint
+
+    def saved() -> None:
+        dcp.save(root / f"{name}-dcp", model, optimizer)
+
+    def exported() -> None:
+        if my_rank() == 0:
+            dcp.write_folder(open_checkpoint(root / name, True), root / f"{name}-exported")
+
+    raised: dict[str, list[str]] = {}
+    for name, make in (OWN | {"Descent": Descent}).items():
+        model = shard(Plain)
+        optimizer = make(list(model.parameters()))
+        train(model, optimizer, range(2))
+        fs.save(root / name, model, optimizer)
+        raised[name] = []
+        for write in (saved, exported):
+            try:
+                write()
+            except fs.FullshardError as error:
+                raised[name].append(f"{type(error).__name__}: {error}")
+        ranks.end_groups_of_models()
+    return raised
+
+
+def test_a_dcp_folder_refuses_by_name_what_it_would_lose(tmp_path: Path) -> None:
+    first, second = ranks.run(_as_dcp, 2, tmp_path, timeout_s=60)
+    for found in (*first["Counting"], *second["Counting"]):
+        assert "Counting keeps 'all', ('a', 1) beside the state of its parameters" in found
+    for found in (*first["Adding"], *second["Adding"]):
+        assert "Adding keeps 'own' beside the state of its parameters" in found
+    for found in (*first["Nesting"], *second["Nesting"]):
+        assert ".kept' is" in found
+    assert [len(first[name]) for name in first] == [2, 2, 2, 0]
+    assert [len(second[name]) for name in second] == [1, 1, 1, 0]
+    left = sorted(path.name for path in tmp_path.iterdir() if "-" in path.name)
+    assert left == ["Descent-dcp", "Descent-exported"]
+
+
 # --- earlier checkpoints -------------------------------------------------------------------------------
 
 

@@ -41,9 +41,12 @@ from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box, Piece, boxes
+from fullshard.state.optimizer_state import other_entries
 from fullshard.state.state_dict import StateShard
 
 _ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, per item
+_SAVE = "Save it with fs.save, or save without the optimizer."
+_EXPORT = "Export the model alone, as safetensors."
 
 
 def save(
@@ -176,6 +179,8 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
 
 
 def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    others = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    _refuse_others(type(optimizer).__name__, [*others, *other_entries(optimizer)], _SAVE)
     groups = []
     state: dict[str, dict[str, Any]] = {}
     by_group = sites_by_group(sites(runtime, model), optimizer)
@@ -188,12 +193,22 @@ def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.O
     return {"state": state, "param_groups": groups}
 
 
+def _refuse_others(optimizer: str, keys: list[Any], remedy: str) -> None:
+    """get_state_dict has no names for what belongs to no parameter."""
+    if keys:
+        raise CheckpointError(
+            f"{optimizer} keeps {', '.join(map(repr, keys))} beside the state of its parameters, which "
+            "torch.distributed.checkpoint does not support",
+            remedy,
+        )
+
+
 def _state_value(site: Site, key: str, value: Any) -> Any:
     if flattened(site.name, {key: value}).nested:
         raise CheckpointError(
             f"optimizer state '{site.name}.{key}' is a {type(value).__name__} with tensors in it, which "
             "torch.distributed.checkpoint cannot shard",
-            "Save it with fs.save, or save without the optimizer.",
+            _SAVE,
         )
     if not isinstance(value, torch.Tensor):
         return value
@@ -204,7 +219,7 @@ def _state_value(site: Site, key: str, value: Any) -> Any:
     raise CheckpointError(
         f"optimizer state '{site.name}.{key}' is not sharded like its parameter (it is kept in blocks, say), "
         "which torch.distributed.checkpoint does not support",
-        "Save it with fs.save, or save without the optimizer.",
+        _SAVE,
     )
 
 
@@ -218,6 +233,9 @@ def _stored_tree(checkpoint: Checkpoint) -> dict[str, Any]:
         state[f"{name}._extra_state".lstrip(".")] = decode_shared(value)
     tree: dict[str, Any] = {"model": state}
     if manifest.optimizer_state is not None:
+        saved = manifest.optimizer_state
+        others = [*saved.get("other_state", ()), *saved.get("state_dict", ())]
+        _refuse_others(saved["class"], [decode_shared(entry["key"]) for entry in others], _EXPORT)
         groups = [
             decode_first(group["options"]) | {"params": list(group["parameters"])}
             for group in manifest.optimizer_state["groups"]
@@ -239,9 +257,9 @@ def _stored_state(
         return decoded(entry["value"])
     if name not in checkpoint.optimizer:
         raise CheckpointError(
-            f"optimizer state {name!r} is not sharded like its parameter (it is kept in blocks, say), which "
-            "torch.distributed.checkpoint does not support",
-            "Export the model alone.",
+            f"optimizer state {name!r} is not sharded like its parameter (it is kept in blocks or in a list, "
+            "say), which torch.distributed.checkpoint does not support",
+            _EXPORT,
         )
     return _stored_leaf(checkpoint, checkpoint.optimizer[name])
 
