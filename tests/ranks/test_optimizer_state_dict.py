@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint import state_dict as stock
 
 import fullshard as fs
 import ranks
+from optimizer_kinds import NestedState
 
 
 def _model() -> nn.Module:
@@ -193,3 +195,32 @@ def _momentum_that_began_as_a_gradient() -> None:
 
 def test_momentum_that_began_as_a_copy_of_a_gradient_has_its_full_value_in_a_state_dict() -> None:
     ranks.run(_momentum_that_began_as_a_gradient, 2)
+
+
+def _state_in_containers() -> None:
+    model, single = fs.shard(_model()), _model()
+    optimizer, expected = NestedState(model.parameters(), 0.1), NestedState(single.parameters(), 0.1)
+    _step(model, optimizer, _batch(0, _rank()))
+    _step(single, expected, torch.cat([_batch(0, 0), _batch(0, 1)]))
+    sharded, unsharded = optimizer.state_dict(), copy.deepcopy(expected.state_dict())
+    assert "past" in _refused({"state": [state["past"] for state in sharded["state"].values()]})
+    for state, other in zip(sharded["state"].values(), unsharded["state"].values(), strict=True):
+        assert type(state["past"]) is list
+        torch.testing.assert_close(state["past"][0].full_tensor(), other["past"][0])
+        assert state["past"][1].shape == other["past"][1].shape
+    _step(single, expected, torch.cat([_batch(1, 0), _batch(1, 1)]))
+    for loaded in (sharded, unsharded):
+        again = fs.shard(_model())
+        again.load_state_dict(model.state_dict())
+        resumed = NestedState(again.parameters(), 0.1)
+        resumed.load_state_dict(loaded)
+        _step(again, resumed, _batch(1, _rank()))
+        for mine, value in zip(_values(again), single.parameters(), strict=True):
+            assert mine == pytest.approx(value.flatten().tolist(), rel=1e-5, abs=1e-6)
+    _step(model, optimizer, _batch(1, _rank()))  # the state dict has left the state as it was
+    for mine, value in zip(_values(model), single.parameters(), strict=True):
+        assert mine == pytest.approx(value.flatten().tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_state_in_containers_has_its_unsharded_shape_in_a_state_dict_and_is_taken_back() -> None:
+    ranks.run(_state_in_containers, 2)

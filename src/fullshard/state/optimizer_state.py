@@ -6,8 +6,9 @@ does: a bare shard under a full name is how people lose state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,32 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
 def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `load_state_dict` that is not torch's, and calls no hooks, has left a state dict's values."""
     first = next(iter(optimizer.state.values()), None)
-    return isinstance(first, dict) and any(isinstance(value, StateShard) for value in first.values())
+    return isinstance(first, dict) and any(isinstance(value, StateShard) for _, value in _tensors(first))
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state, also those in containers, and where they are."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}[{index}]")
+
+
+def _with_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
+    """The same state with its tensors replaced. Containers in which nothing changes stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        items = {key: _with_tensors(item, change, f"{path}.{key}") for key, item in value.items()}
+        return items if any(items[key] is not value[key] for key in items) else value
+    if type(value) in (list, tuple):
+        parts = [_with_tensors(item, change, f"{path}[{i}]") for i, item in enumerate(value)]
+        return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+    return value
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
@@ -64,21 +90,18 @@ def _to_shards(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     for index, parameter in enumerate(order):
         if index in state and id(parameter) in places:
             lane, at = places[id(parameter)]
-            state[index] = {
-                key: _to_shard(f"{lane.layout.pieces[at].name}.{key}", value, lane, at)
-                for key, value in state[index].items()
-            }
+            to_shard = partial(_to_shard, lane, at)
+            state[index] = _with_tensors(state[index], to_shard, lane.layout.pieces[at].name)
     owned = owned_step(optimizer)
     if owned is not None:
         state = owned_state.to_shards(optimizer, owned, state)
     return {**state_dict, "state": state}
 
 
-def _to_shard(key: str, value: Any, lane: Lane, index: int) -> Any:
+def _to_shard(lane: Lane, index: int, key: str, value: torch.Tensor) -> torch.Tensor:
     """Element-wise state becomes a StateShard; a step count, say, is the same on every rank."""
     if (
-        not isinstance(value, torch.Tensor)
-        or value.shape != lane.shard_views[index].shape
+        value.shape != lane.shard_views[index].shape
         or value.dim() == 0
         or is_subclass(value)  # one rank's blocks: torch.distributed.checkpoint cannot cut them differently
     ):
@@ -115,27 +138,33 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
     if owned is not None:
         owned_state.to_owners(optimizer, owned)
     places = _places(optimizer)
-    numbers = {"step"}  # one for a parameter; that of a parameter without dimensions looks like its elements
+    # One for a parameter; that of a parameter without dimensions looks like its elements.
+    numbers = {".step"}
     for parameter, state in optimizer.state.items():
         if id(parameter) in places and places[id(parameter)][0].layout.pieces[places[id(parameter)][1]].shape:
-            numbers |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+            numbers |= {path for path, value in _tensors(state) if value.dim() == 0}
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, torch.Tensor) or id(parameter) not in places:
-            continue
-        lane, index = places[id(parameter)]
-        piece = lane.layout.pieces[index]
-        for key, value in state.items():
-            shard = isinstance(value, StateShard)
-            if shard and value.entire:
-                raise StateError(
-                    f"'{piece.name}.{key}' was taken from an optimizer that steps on entire tensors "
-                    "(optimizer_step='owned'), and this one is element-wise",
-                    "Shard with optimizer_step='owned', or load unsharded values.",
-                )
-            unsharded = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.global_shape
-            differs = isinstance(value, torch.Tensor) and value.shape != lane.shard_views[index].shape
-            if shard or (unsharded and key not in numbers and (is_cut(value) or differs)):
-                state[key] = to_rest(f"{piece.name}.{key}", value, lane, index).clone()
+        if isinstance(parameter, torch.Tensor) and id(parameter) in places:
+            to_own = partial(_to_own, *places[id(parameter)], numbers)
+            for key, value in state.items():
+                state[key] = _with_tensors(value, to_own, f".{key}")
+
+
+def _to_own(lane: Lane, index: int, numbers: set[str], path: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a tensor that was loaded; others, one for all ranks, stay as they are."""
+    piece = lane.layout.pieces[index]
+    if isinstance(value, StateShard):
+        if value.entire:
+            raise StateError(
+                f"'{piece.name}{path}' was taken from an optimizer that steps on entire tensors "
+                "(optimizer_step='owned'), and this one is element-wise",
+                "Shard with optimizer_step='owned', or load unsharded values.",
+            )
+        return to_rest(f"{piece.name}{path}", value, lane, index).clone()
+    differs = value.shape != lane.shard_views[index].shape
+    if tuple(value.shape) == piece.global_shape and path not in numbers and (is_cut(value) or differs):
+        return to_rest(f"{piece.name}{path}", value, lane, index).clone()
+    return value
 
 
 # ---- what a class adds to its state dict
