@@ -258,26 +258,25 @@ def test_every_rank_hears_of_a_killed_one_although_its_neighbours_live_on(tmp_pa
 
 def _dies_after_the_commit(root: Path) -> None:
     """The second rank is killed when the first has given the checkpoint its name."""
+    import torch.distributed as dist
+
     import fullshard as fs
+    from fullshard.comm.recorder_files import start_time
 
     model, optimizer = crashes.made()
     crashes.fill(model, optimizer, OLD)
     fs.save(root / "last", model, optimizer, extra={"number": OLD})
     crashes.fill(model, optimizer, NEW)
-    named = root.parent / "named"
-
-    def die() -> None:
-        while not named.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+    processes = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
 
     def hook(operation: str, path: Path) -> None:
         if operation == "sync_folder" and path == root:
-            named.touch()
-            time.sleep(0.5)
+            with contextlib.suppress(ProcessLookupError):  # it was killed in an earlier call
+                os.kill(processes[1], signal.SIGKILL)
+            while start_time(processes[1]) is not None:  # until it is gone
+                time.sleep(0.01)
 
-    if my_rank() == 1:
-        threading.Thread(target=die, daemon=True).start()
     with crashes.using(crashes.HookedDisk(hook)):
         fs.save(root / "last", model, optimizer, extra={"number": NEW})
 

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,7 +350,8 @@ def _trains_on(root: Path) -> dict[str, Any]:
     model, optimizer = crashes.made()
     crashes.fill(model, optimizer, OLD)
     large = torch.arange(10000.0)  # beside the manifest, in a file
-    with crashes.using(crashes.slow(0.02)):
+    goes_on = threading.Event()
+    with crashes.using(crashes.HookedDisk(lambda *_: goes_on.wait())):
         saving = fs.save(root / "one", model, optimizer, extra={"large": large}, background=True)
         large.zero_()
         steps = 0
@@ -357,6 +359,7 @@ def _trains_on(root: Path) -> dict[str, Any]:
             _train(model, optimizer)
             steps += 1
         under_way = not saving.done()
+        goes_on.set()  # however long the steps took
         saving.wait()
     found = {"steps": steps, "under way": under_way, "path": saving.path == root / "one"}
     crashes.forget(model, optimizer)
@@ -375,10 +378,12 @@ def _saves_twice(root: Path) -> dict[str, Any]:
 
     model, optimizer = crashes.made()
     crashes.fill(model, optimizer, OLD)
-    with crashes.using(crashes.slow(0.02)):
+    goes_on = threading.Event()
+    with crashes.using(crashes.HookedDisk(lambda *_: (goes_on.wait(), time.sleep(0.02)))):
         first = fs.save(root / "one", model, optimizer, background=True)
         crashes.fill(model, optimizer, NEW)
         found = {"under way": not first.done()}
+        goes_on.set()
         second = fs.save(root / "two", model, optimizer, background=True)
         found["first is done"] = first.done()
         crashes.fill(model, optimizer, NEW + 1)
@@ -760,6 +765,8 @@ def _side_by_side(root: Path, saves: int) -> dict[str, Any]:
             name = f"run-{me}" if number % 2 else f"run-{me}-{number % 3}"
             fs.save(root / name, model, optimizer, extra={"number": number}, keep_last=3)
             counts["saved"] += 1
+            while number == saves // 2 and not (root.parent / "loaded").exists():
+                time.sleep(0.01)  # for a reader that is slower than the saves
         (root.parent / f"over-{me}").touch()
         return counts | {"logged": heard.messages}
     while not all((root.parent / f"over-{run}").exists() for run in (0, 1)):
@@ -771,6 +778,7 @@ def _side_by_side(root: Path, saves: int) -> dict[str, Any]:
                 continue
             crashes.assert_filled(model, optimizer, number)
             counts["loaded"] += 1
+            (root.parent / "loaded").touch()
     return counts
 
 

@@ -90,6 +90,13 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
 def agent_folders(started_in: Path) -> set[str]:
     """Of the agents that were started there; other tests may have agents, too."""
     found = set()
@@ -98,6 +105,17 @@ def agent_folders(started_in: Path) -> set[str]:
             if os.readlink(process / "cwd") == str(started_in.resolve()):
                 found |= set(re.findall(rb"/[\w/.-]*fullshard-agent-\w+", (process / "cmdline").read_bytes()))
     return set(map(os.fsdecode, found))
+
+
+def joined(folder: Path, started: list[Agent], options: Sequence[str], words: Sequence[object]) -> Agent:
+    """A second agent joins the first one, whose rank waits in step 1 and leaves after its save."""
+    wait_for_file(folder / "run" / "step-0")  # a rank that is slower would leave after this one
+    [own] = agent_folders(folder)
+    started.append(second := Agent(folder, "two", options, words))
+    second.wait_for("a round is running")
+    wait_for_file(Path(own) / "reports" / "leave")  # the first agent may be slower to ask its rank for it
+    (folder / "joined").touch()
+    return second
 
 
 def record_folders(started_in: Path) -> set[str]:
@@ -217,10 +235,7 @@ def test_a_host_that_joins_gets_ranks_after_a_save_and_one_that_is_lost_is_done_
         first = Agent(tmp_path, "one", options, words)
         started.append(first)
         first.wait_for("trained 0 on 1")
-        second = Agent(tmp_path, "two", options, words)
-        started.append(second)
-        second.wait_for("a round is running")
-        (tmp_path / "joined").touch()
+        second = joined(tmp_path, started, options, words)
         first.wait_for("trained 2 on 2")  # the save of step 1 was the last of the round before
         second.process.kill()
         (tmp_path / "lost").touch()
@@ -254,6 +269,7 @@ def test_ranks_train_on_until_a_new_host_has_imported_and_when_it_is_interrupted
         first = Agent(tmp_path, "one", options, words)
         started.append(first)
         first.wait_for("trained 0 on 1")
+        [own] = agent_folders(tmp_path)
         second = Agent(tmp_path, "two", options, words, PYTHONPATH=paths)
         started.append(second)
         second.wait_for("the ranks of this host are being prepared")
@@ -261,6 +277,7 @@ def test_ranks_train_on_until_a_new_host_has_imported_and_when_it_is_interrupted
         first.wait_for("trained 3 on 1")  # three saves later
         (tmp_path / "imports").touch()
         second.wait_for("a round is running, which will make room")
+        wait_for_file(Path(own) / "reports" / "leave")
         (tmp_path / "ready").touch()
         first.wait_for("trained 6 on 2")
         os.kill(second.process.pid, signal.SIGINT)

@@ -536,12 +536,15 @@ def test_what_a_signal_handler_raises_is_not_taken_for_a_lost_rank() -> None:
 def _loses_the_store() -> str:
     import fullshard as fs
     from fullshard.comm.host_group import open_recorder
+    from fullshard.comm.recorder_files import start_time
 
     engines.shard_blocks(engines.build())
-    torch.distributed.barrier()
+    processes = [0, 0]
+    torch.distributed.all_gather_object(processes, os.getpid())
     if engines.my_rank() == 0:
         os._exit(0)
-    time.sleep(1)
+    while start_time(processes[0]) is not None:
+        time.sleep(0.01)
     with pytest.raises(fs.FullshardError) as raised:
         open_recorder([0, 1], "a save")
     return str(raised.value)

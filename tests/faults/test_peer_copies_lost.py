@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_elastic import Agent, agents, free_port, meeting, same_as_undisturbed
+from test_elastic import Agent, agents, free_port, joined, meeting, same_as_undisturbed
 
 import fullshard as fs
 import peer_train
@@ -198,9 +198,7 @@ def test_elastic_run_grows_and_goes_on_from_memory_after_a_lost_rank_and_a_lost_
     with agents(tmp_path) as started:
         started.append(first := Agent(tmp_path, "one", options, words))
         first.wait_for("trained 0 on 1")
-        started.append(second := Agent(tmp_path, "two", options, words))
-        second.wait_for("a round is running")
-        (tmp_path / "joined").touch()
+        second = joined(tmp_path, started, options, words)
         first.wait_for("trained 4 on 2")
         first.wait_for("saved 4")
         second.process.kill()

@@ -121,12 +121,15 @@ def _lose_a_rank() -> str:
     be_on_nodes([1, 1])
     model = fs.shard(Wide(), keep_full=0, merge_units=0)
     loss = engines.loss_of(model, engines.batch(0, 0))
+    store = dist.distributed_c10d._get_default_store()
     if engines.my_rank() == 1:
+        store.wait(["forward is over"])  # not before: the other rank needs this one for it
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set("forward is over", "")
     begun = time.monotonic()
     with pytest.raises(fs.FullshardError) as raised:
         loss.backward()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 200  # seconds on an idle machine, and no stall of ten minutes
     return str(raised.value)
 
 

@@ -26,9 +26,10 @@ def _stand_still(seconds: float) -> weakref.ref[Activation]:
 
 
 def _watched() -> tuple[int, int, bool]:
-    """How often a stack was read in training, and while the process stood still; and whether what was in use
-    then is gone, without a garbage collection."""
+    """How often a stack was read right after a step, and while the process stood still; and whether what was
+    in use then is gone, without a garbage collection."""
     reads: list[float] = []
+    steps: list[float] = []
     read = monitor._stack
 
     def counted(first: int) -> str:
@@ -40,12 +41,17 @@ def _watched() -> tuple[int, int, bool]:
     model: Any = fs.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     for _ in range(40):  # as many on all ranks, for more than three seconds
         model(torch.ones(2, 8)).sum().backward()
+        steps.append(time.monotonic())
         model.zero_grad()
         time.sleep(0.1)
-    in_training = len(reads)
+    # On a busy machine a rank may wait for seconds for another one, and then it does stand still.
+    in_training = sum(0 <= read - step < 1 for read in reads for step in steps)
+    before = len(reads)
     activation = _stand_still(4.0)
-    time.sleep(0.2)
-    return in_training, len(reads) - in_training, activation() is None
+    gone_by = time.monotonic() + 60
+    while activation() is not None and time.monotonic() < gone_by:
+        time.sleep(0.1)  # a look at the frame may not be over yet
+    return in_training, len(reads) - before, activation() is None
 
 
 def test_frames_are_read_only_where_a_process_stands_still_and_nothing_in_them_is_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -133,6 +134,9 @@ def _strategies(cases: list[tuple[str, str]], every_home: bool, folder: Path) ->
 
 def _compare(num_ranks: int, cases: list[tuple[str, str]], folder: Path, every_home: bool = True) -> None:
     ranks.run(_strategies, num_ranks, cases, every_home, folder)
+    gone_by = time.monotonic() + 60
+    while list(folder.iterdir()) and time.monotonic() < gone_by:
+        time.sleep(0.05)  # a thread that has just written may hold the last reference
     assert not list(folder.iterdir())  # folders go with the models
 
 
