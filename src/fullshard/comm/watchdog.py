@@ -24,6 +24,7 @@ _SEEN_BY_OTHERS_S = 1.5  # longer than _POLL: those who wait for this rank come 
 _SEEN_BY_OTHER_HOSTS_S = 3.5  # a summary is written and read once per second each
 _AFTER_STALL_S = 2.0  # for a save in the background, when training has stalled and a rank is stopped
 _HEARING_S = 8.0  # for summaries of other hosts, after a connection has failed
+_EXITING_S = 3.0  # for a process of this host that has closed its connections to be gone
 _REMEDY = (
     "Every rank must make the same calls on a sharded model; look for one under `if rank == 0`. "
     "Decode and evaluate inside `with fs.inference(model):`, where numbers of passes may differ."
@@ -215,9 +216,10 @@ class Watchdog:
         raise self.stalled from None
 
     def _after_failure(self, error: RuntimeError, channel: str, number: int) -> str:
-        """Why a connection failed: gloo names an address. Other hosts are heard of after seconds only."""
+        """Why a connection failed: gloo names an address. That a process, or another host, is gone is known
+        after a while only."""
         failure = f"the connection failed ({str(error).splitlines()[0]})"
-        deadline = time.monotonic() + (_HEARING_S if self.recorder.spans_hosts else 0.0)
+        deadline = time.monotonic() + (_HEARING_S if self.recorder.spans_hosts else _EXITING_S)
         while True:
             if verdict := self.recorder.verdict(channel, number):
                 return verdict
