@@ -200,10 +200,10 @@ def _run(request: _Request, folder: Path, ranks: int, steps: int, how: str) -> l
     import torch
 
     folder.mkdir(parents=True)
-    port, hides = _free_port(), torch.cuda.device_count() < ranks
+    hides = torch.cuda.device_count() < ranks
     command = [sys.executable, "-m", "fullshard.tools.cli.examined", str(folder), str(steps), how]
     processes: list[subprocess.Popen[bytes]] = []
-    with _ended(processes):
+    with _free_port() as port, _ended(processes):
         _start(processes, [*command, *request.script], request.verbose, (folder, ranks, port, hides))
         late = _wait(processes, folder, request.timeout_s)
     return [_result(folder, rank, process, late) for rank, process in enumerate(processes)]
@@ -288,11 +288,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that no other process gets by chance before rank 0 listens on it, seconds from now.
+
+    The socket stays bound, but does not listen: a store, whose socket may share its port, can still take it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 DOCTOR = Command(
