@@ -174,7 +174,7 @@ def test_rank_ends_as_python_would_end_the_script(tmp_path: Path, source: str, c
     (tmp_path / "script.py").write_text(source)
     ours, pythons = (
         subprocess.run(
-            [sys.executable, *how, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [sys.executable, *how, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=700
         )
         for how in (["-m", "fullshard.tools.cli.launched"], [])
     )

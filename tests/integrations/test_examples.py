@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import ranks
 import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +59,9 @@ def test_example_runs_as_its_docstring_shows(name: str, checkout: Path, tmp_path
     # The last one: several ranks. Lightning starts a second rank itself, which is the first command there.
     is_lightning = name == "lightning_gpt.py"
     command = shlex.split(f"{commands[0 if is_lightning else -1]} {SMALLER.get(name, '')}")
-    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"}
+    unset = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"}
     commands_folder = warm.commands("lightning" if is_lightning else "")
-    environment = {key: value for key, value in os.environ.items() if key not in ranks}
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {
         "PATH": f"{commands_folder}:{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(checkout / "src"),
@@ -68,6 +69,8 @@ def test_example_runs_as_its_docstring_shows(name: str, checkout: Path, tmp_path
         "GLOO_SOCKET_IFNAME": "lo",
         "TMPDIR": str(tmp_path),
     }
+    if is_lightning:  # its launcher would choose a port that others may have taken when the ranks are there
+        environment["MASTER_PORT"] = str(ranks.free_port())
     done = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=700, check=False
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+import ranks
 import warm
 
 HERE = Path(__file__).resolve().parent
@@ -128,9 +128,7 @@ def _run(folder: Path, text: str, num_ranks: int) -> dict[str, object]:
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = ranks.free_port()
     shared = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     command = [f"{warm.commands()}/python", str(script), str(folder)]

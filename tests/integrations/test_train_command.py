@@ -23,8 +23,8 @@ from fullshard.training.example import EXAMPLE
 from fullshard.training.folder import RunFolder
 from training_runs import STEPS
 
-LIMIT_S = 120.0
-LONG = 400  # steps: more than are done before a signal arrives
+LIMIT_S = 600.0
+LONG = 100_000  # steps: more than are done before a signal arrives, however late that is
 
 
 @contextmanager

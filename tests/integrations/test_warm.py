@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from warm_client import NUMBER
 
 LIMIT_S = 120
 
@@ -57,6 +60,28 @@ def test_process_ends_with_the_command(number: signal.Signals) -> None:
     while process.exists():
         assert time.monotonic() < end_s
         time.sleep(0.02)
+
+
+def test_signal_that_comes_as_soon_as_the_process_is_ready_is_passed_on_to_it() -> None:
+    code = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    code += "print('ready', flush=True)\nwhile True: time.sleep(0.05)"
+    with subprocess.Popen([f"{warm.commands()}/python", "-c", code], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"ready\n"
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(LIMIT_S) == 7
+
+
+def test_command_that_is_killed_while_it_asks_leaves_its_output_open_nowhere() -> None:
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(f"{warm.commands()}/socket")
+        socket.send_fds(channel, [NUMBER.pack(100)], [writing])
+        channel.sendall(b"half of what was announced")
+    os.close(writing)
+    with open(reading, "rb") as output:
+        assert select.select([output], [], [], LIMIT_S)[0], "the server holds it"
+        assert output.read() == b""
 
 
 def test_commands_that_are_killed_as_they_end_do_not_end_their_server(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_there_are_few_events_and_a_bounded_number_in_flight(monkeypatch: pytest
 def test_a_warning_names_the_operation_and_who_has_not_begun_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = Device()
+    clock, device = Clock(monkeypatch), Device()
     ranks = [FlightRecorder(str(tmp_path), rank, 2) for rank in range(2)]
     try:
         watched = Completions(device.event)
@@ -96,8 +96,7 @@ def test_a_warning_names_the_operation_and_who_has_not_begun_it(
         with caplog.at_level(logging.WARNING, "fullshard"):
             monitor._look_at_device(ranks[0], state)
             assert not caplog.messages
-            clock = Clock(monkeypatch)
-            clock.now = watched._since + 4.5
+            clock.now += 4.5
             monitor._look_at_device(ranks[0], state)
         assert len(caplog.messages) == 1
         text = caplog.messages[0]

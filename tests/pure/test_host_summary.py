@@ -99,7 +99,10 @@ def test_operations_of_a_remote_rank_are_known_as_far_as_its_summary_goes() -> N
     assert not remote.has_member("gather", 16)
 
 
-def test_hosts_that_are_not_heard_of_are_named_with_their_ranks_and_others_are_not() -> None:
+def test_hosts_that_are_not_heard_of_are_named_with_their_ranks_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_summary.time, "monotonic", lambda: 100.0)
     gone = [peer(row(rank), age_s=7.0) for rank in (2, 3)]
     left = peer(Row(replace(row(4).place, left=True), "", 0.0, {}, None), age_s=60.0)
     texts = silent_hosts([peer(row(0)), *gone, left])

@@ -59,7 +59,7 @@ def run(
         try:
             ended.statuses, ended.times = [None] * count, [0.0] * count
             for place, rank in enumerate(order):
-                limit_s = LIMIT_S if place == 0 else 1.0 if rank in last else 20.0
+                limit_s = 1.0 if place > 0 and rank in last else LIMIT_S
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     ended.statuses[rank] = processes[rank].wait(limit_s)
                 ended.times[rank] = time.time()

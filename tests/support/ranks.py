@@ -54,6 +54,8 @@ ABOUT = dict.fromkeys(("transformers", "accelerate", "peft", "zoo", "hf_runs"), 
 ABOUT |= {"onnxruntime": "onnx"}
 ABOUT |= dict.fromkeys(("lightning", "lightning_cases"), "lightning")
 GRACE_S = 5.0  # what the others get to come to an end after one rank has failed
+ENDING_S = 60.0  # for a process that was killed or has closed its pipe to be gone, on a busy machine
+STACKS_S, QUIET_S = 10.0, 0.2  # until a rank begins to write its stacks; without a further one
 # A limit ends a hang; it does not measure the machine, which may be several times slower when it is busy.
 PATIENCE, SHORT_S = 4, 30.0  # a limit below SHORT_S belongs to a test that expects a hang, and is kept
 STACKS_SIGNAL = signal.SIGUSR1
@@ -227,17 +229,18 @@ class _Worker:
             return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and self.stacks.stat().st_size == before:
+        size, deadline = before, time.monotonic() + STACKS_S
+        while time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.05)  # several threads are written one after the other
+            if (now := self.stacks.stat().st_size) != size:
+                size, deadline = now, time.monotonic() + QUIET_S
         return self.stacks.read_text(errors="replace")[before:]
 
     def kill(self) -> None:
         self.pipe.close()
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(5)
+        self.process.join(ENDING_S)
 
 
 @functools.cache
@@ -347,7 +350,7 @@ def _collect_one(worker: _Worker, rank: int, result: Outcome) -> None:
         answer = worker.pipe.recv_bytes()
         worker.can_serve, (kind, payload) = bool(answer[0]), pickle.loads(memoryview(answer)[1:])
     except (EOFError, ConnectionError):
-        worker.process.join(5)
+        worker.process.join(ENDING_S)
         code = worker.process.exitcode
         result.errors[rank] = RankError("Exit", f"the process ended with exit code {code}", "")
         return

@@ -176,18 +176,16 @@ class Request:
     @staticmethod
     def receive(channel: socket.socket) -> Request:
         length, streams, _, _ = socket.recv_fds(channel, NUMBER.size, 4)
-        body = channel.recv(NUMBER.unpack(length)[0], socket.MSG_WAITALL)
-        folder, parent, count, *rest = body.decode(errors="surrogateescape").split("\0")
-        words, variables = rest[: int(count)], rest[int(count) :]
-        asked_by, _, _ = PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-        return Request(
-            folder,
-            int(parent),
-            words,
-            dict(v.split("=", 1) for v in variables),
-            streams,
-            namespaces_of(asked_by),
-        )
+        try:
+            body = received(channel, NUMBER.unpack(length)[0])
+            folder, parent, count, *rest = body.decode(errors="surrogateescape").split("\0")
+            words, variables = rest[: int(count)], dict(v.split("=", 1) for v in rest[int(count) :])
+            asked_by, _, _ = PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+            return Request(folder, int(parent), words, variables, streams, namespaces_of(asked_by))
+        except BaseException:
+            for stream in streams:  # whoever reads the command's output would wait for its end
+                os.close(stream)
+            raise
 
     def close(self) -> None:
         for descriptor in (*self.streams, *self.namespaces):
@@ -215,6 +213,16 @@ class Request:
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.variables)
+
+
+def received(channel: socket.socket, size: int) -> bytes:
+    """All of it. A signal, such as that of a process which has ended, cuts what MSG_WAITALL waits for."""
+    body = bytearray()
+    while len(body) < size:
+        if not (piece := channel.recv(size - len(body))):
+            raise ValueError("whoever asked has ended")
+        body += piece
+    return bytes(body)
 
 
 def namespaces_of(process: int) -> list[int]:

@@ -30,10 +30,13 @@ def send(
 
 
 def ask(address: str, words: list[str]) -> int:
+    # The process may run before its number arrives here: a signal meanwhile waits, and is passed on then.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     channel, process = send(address, words, [0, 1, 2], os.environ)
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: pass_on(process, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     answer = channel.recv(NUMBER.size, socket.MSG_WAITALL)
     return int(NUMBER.unpack(answer)[0]) if answer else 70
 
