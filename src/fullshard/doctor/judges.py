@@ -146,10 +146,7 @@ def _draws_by_call(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _size(draw: Event) -> int:
-    size = 1
-    for extent in draw["shape"]:
-        size *= extent
-    return size
+    return prod(draw["shape"])
 
 
 def same_dropout(examined: Examination) -> Iterator[Finding]:
