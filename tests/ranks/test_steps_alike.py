@@ -134,6 +134,18 @@ def _alike() -> dict[str, str]:
     except fs.FullshardError as error:
         found["different paths"] = str(error)
 
+    model = shard_blocks(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = loss_of(model, batch(step, my_rank()))
+        if my_rank() == 0:  # evaluates in some way of its own, after the forward that counts
+            model.eval()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.train()
+    found["evaluation after forward"] = "nothing"
+
     model = fs.shard(build(), strategy="zero1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -92,6 +92,7 @@ class Runtime:
         # Set while scripts still initialise a new model's values; called before units are opened.
         self.initialising: Callable[[], None] | None = None
         self._units_by_module = {module: unit for unit in units for module in unit.modules}
+        self._modes = 0  # of the last forward with gradients: which units were in training mode
         self._compute_parameters = [c for lane in self.lanes for c in lane.compute_parameters]
         self._trainable = list(map(_requires_grad, self.parameters))
         self._versions: list[int] | None = None
@@ -313,6 +314,8 @@ class Runtime:
         self._penalised_task = NO_TASK
         self.reduction.penalties.clear()
         self._passes += 1
+        if torch.is_grad_enabled():
+            self._modes = modes_of(self._units_by_module)
         if self._passes == _SETTLED and self.comm.device.type == "cuda":
             torch.cuda.empty_cache()  # what only the first steps needed: they learn the order, make states
         if self._passes % _TRIM_EVERY == 0 and self.comm.device.type == "cpu":
@@ -501,7 +504,7 @@ class Runtime:
         schedule = self.gathering.begin_backward()
         self.reduction.diverges = schedule.diverges
         with torch.no_grad():
-            self.reduction.begin(schedule.reduce, modes_of(self._units_by_module))
+            self.reduction.begin(schedule.reduce, self._modes)
         _at_end_of_task(self._end_backward)
 
     def _end_segment(self, task: int) -> None:
