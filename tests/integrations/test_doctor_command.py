@@ -27,8 +27,10 @@ RATES = {
 }
 RESUMED = {
     "right_resume": "",
+    "right_resume_with_a_schedule_of_a_function": "",
     "resumed_data": "begins again with the first batch",
     "resumed_schedule": "schedule",
+    "resumed_schedule_of_a_function": "no scheduler was given its state",
     "resumed_optimizer": "learning rate",
     "resumed_with_a_new_optimizer": "fs.load was called without it",
 }

@@ -672,7 +672,10 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("gpt2", "--optimizer", "muon"), "adamw"),
         (("gpt2", "--sequence", "2048"), "positions for 1024"),
         (("{learned}", "--sequence", "65"), "positions for 64 tokens, not for 65"),
-        (("gpt2", "--batch", "0"), "at least 1 sequence"),
+        (("gpt2", "--batch", "0"), "0 sequences. Give at least 1 sequence"),
+        (("gpt2", "--batch", "9" * 11), "more elements than torch can count. Give fewer sequences"),
+        (("gpt2", "--batch", "9" * 20), "more elements than torch can count. Give fewer sequences"),
+        (("{own}",), "names no function. Give"),
         (("gpt2", "--spare", "100"), "percent"),
     ],
 )

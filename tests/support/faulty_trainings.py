@@ -154,6 +154,36 @@ def right_masked_tokens() -> None:
     loop(model, loss_of)
 
 
+class _Counted(Model):
+    """As models of transformers: the number of tokens over all ranks is an argument of the forward."""
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output if count is None else output * (count / count)
+
+
+def right_number_beside_samples() -> None:
+    model = sharded(_Counted())
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        return F.mse_loss(model(x, torch.tensor(24.0 + step)), y)
+
+    loop(model, loss_of)
+
+
+def same_samples_beside_a_number() -> None:
+    """Most samples of a rank are another's; a number that comes again in every call is no new epoch."""
+    model = sharded(_Counted())
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2 * BATCH, WIDTH, generator=generator)[rank() : BATCH + rank()]
+        return F.mse_loss(model(x, torch.tensor(24.0)), x.mean(1, keepdim=True))
+
+    loop(model, loss_of)
+
+
 def right_two_losses() -> None:
     """Two backwards per step from two lines, an evaluation between steps, an averaged copy of the weights."""
     model = sharded(Model(), strategy="replicate")
@@ -1019,10 +1049,15 @@ def _resuming(
     restores_schedule: bool = True,
     restores_optimizer: bool = True,
     decay: float = 0.8,
+    of_a_function: bool = False,
 ) -> None:
     model = sharded(Model(nn.Dropout(0.1)) if decay == 1.0 else Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    if of_a_function:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay**step)
+    else:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     start, root = 0, Path("checkpoints-of-a-run")
     if path := fs.latest(root):
         extra = fs.load(path, model, optimizer if restores_optimizer else None)
@@ -1043,6 +1078,16 @@ def _resuming(
 
 def right_resume() -> None:
     _resuming()
+
+
+def right_resume_with_a_schedule_of_a_function() -> None:
+    """As transformers' schedules are: LambdaLR has a load_state_dict of its own."""
+    _resuming(of_a_function=True)
+
+
+def resumed_schedule_of_a_function() -> None:
+    """A constant rate does not show it."""
+    _resuming(restores_schedule=False, of_a_function=True, decay=1.0)
 
 
 def resumed_data() -> None:
@@ -1071,6 +1116,8 @@ EXPECTED: dict[str, list[str]] = {
     "right_bf16_recomputed": [],
     "right_scaled": [],
     "right_masked_tokens": [],
+    "right_number_beside_samples": [],
+    "same_samples_beside_a_number": ["same-data-on-ranks"],
     "right_two_losses": [],
     "right_tied": [],
     "right_with_a_penalty_and_edits": [],

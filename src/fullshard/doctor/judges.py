@@ -83,6 +83,8 @@ def _data_rows(call: Event, other: Event, left_out: set[int]) -> list[list[str]]
     differing = [mine for mine, theirs in pairs if mine["print"] != theirs["print"]]
     rows = []
     for place, (mine, theirs) in enumerate(pairs):
+        if not mine["shape"]:
+            continue  # a number, such as the tokens of a batch over all ranks
         alike = mine["print"] == theirs["print"]
         if place in left_out or (alike and differing and _is_of_no_sample(mine, differing)):
             continue

@@ -111,7 +111,6 @@ class Recorder:
             replace(torch, name, self._drawing(name))
         for name in _DROPOUTS:
             replace(F, name, self._dropping)
-        replace(LRScheduler, "load_state_dict", self._restoring_schedule)
         replace(LRScheduler, "__init__", self._making_schedule)
         if self._overlay is not None:
             replace(torch, "save", self._overlay.torch_save)
@@ -651,6 +650,9 @@ class Recorder:
         def __init__(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             original(scheduler, *args, **kwargs)
             self.note("schedule made")
+            for owner in type(scheduler).__mro__:  # LambdaLR and others have a method of their own
+                if "load_state_dict" in vars(owner):
+                    self._patches_of_torch.replace(owner, "load_state_dict", self._restoring_schedule)
 
         return __init__
 

@@ -29,6 +29,7 @@ _READS = (
     "numpy conversion for",
 )
 _DEVICES = ("is not on the expected device", "Expected all tensors to be on the same device")
+_TOO_MANY = ("Storage size calculation overflowed", "Overflow when unpacking long")
 _OWN = Path(__file__).resolve().parent.parent
 _SIMULATE = "fullshard simulate FILE.py:FUNCTION"
 _WITHOUT_READING: dict[Source, str] = {
@@ -77,6 +78,11 @@ def explained(name: str, error: Exception, source: Source) -> OptionError:
     if "does not require grad" in text or "has no tensor to begin a backward from" in text:
         return OptionError(
             f"what {name} returns depends on no parameter that requires gradients: {at}", _TO_TRAIN[source]
+        )
+    if any(one in text for one in _TOO_MANY):
+        return OptionError(
+            f"a step of {name} with this batch has more elements than torch can count",
+            "Give fewer sequences per rank (--batch), or shorter ones (--sequence).",
         )
     return OptionError(f"the forward of {name} fails with its batch: {at}", _RIGHT_BATCH[source])
 

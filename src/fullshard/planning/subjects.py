@@ -54,9 +54,8 @@ class Subject:
 def find(name: str, batch: Batch) -> Subject:
     """A model by a known name, or by the path of a config.json or its folder."""
     if batch.sequences < 1 or (batch.length is not None and batch.length < 2):
-        raise OptionError(
-            f"{batch.sequences} sequences of {batch.length} tokens", "Give at least 1 sequence of 2 tokens."
-        )
+        tokens = "" if batch.length is None else f" of {batch.length} tokens"
+        raise OptionError(f"{batch.sequences} sequences{tokens}", "Give at least 1 sequence of 2 tokens.")
     shape, path = known(name), Path(name)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -68,6 +67,10 @@ def find(name: str, batch: Batch) -> Subject:
             f"there is no model {name!r}",
             f"{meant}Give a size that `fullshard plan --list` shows, a config.json or its folder, or "
             "FILE.py:FUNCTION.",
+        )
+    if file.suffix == ".py":
+        raise OptionError(
+            f"{name!r} names no function", f"Give {name}:FUNCTION, a function that returns (model, batch)."
         )
     return hugging_face(str(path), _read(file), batch)
 
