@@ -511,6 +511,37 @@ class _Holder(nn.Module):
         return self.inner(x) + self.step[1]
 
 
+def _a_part_is_loaded() -> None:
+    """torch's functions put the model's own parameters where a state dict has none."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    from fullshard.torch_fsdp import fully_shard
+
+    given, x = {"0.weight": torch.ones(5, 5)}, torch.ones(2, 5)
+    for broadcast in (False, True):
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+        model: Any = copy.deepcopy(plain)
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+        mine = given if rank() == 0 or not broadcast else {}
+        for strict in (True, False):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=strict)
+            try:
+                set_model_state_dict(model, dict(mine), options=options)  # it adds to what it is given
+                assert not strict
+            except RuntimeError as error:
+                assert strict, error
+                assert "Missing key(s)" in str(error)
+                assert '"0.bias"' in str(error)
+        plain.load_state_dict(given, strict=False)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_state_dict_of_some_parameters_loads_these_or_names_the_missing_ones() -> None:
+    ranks.run(_a_part_is_loaded, 2, init=True, timeout_s=120)
+
+
 def _blank_buffers() -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

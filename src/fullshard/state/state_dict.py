@@ -235,7 +235,10 @@ class BeforeLoad(Places):
     def convert(self, state: dict[str, Any], prefix: str) -> None:
         for attribute, (lane, index) in self.places.items():
             key = prefix + attribute
-            if key in state and is_cut(lane.parameters[index]):
+            if state.get(key) is lane.parameters[index]:
+                # torch.distributed.checkpoint.state_dict puts it where the user gave nothing: a missing key.
+                del state[key]
+            elif key in state and is_cut(lane.parameters[index]):
                 state[key] = _as_cut(key, state[key], lane, index)
             elif key in state and lane.unsharded is None:
                 state[key] = to_rest(key, state[key], lane, index)
