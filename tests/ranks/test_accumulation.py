@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -94,5 +95,68 @@ def _closure_brings_the_last(strategy: str) -> list[list[float]]:
 def test_closure_of_the_optimizer_may_bring_the_last_micro_batch(strategy: str) -> None:
     expected = ranks.run(_closure_brings_the_last, 1, "")[0]
     for found in ranks.run(_closure_brings_the_last, 2, strategy):
+        for mine, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=2e-5, atol=2e-6)
+
+
+def _frozen_between_micro_batches(strategy: str, entire_unit: bool) -> str:
+    import fullshard as fs
+
+    model = shard_blocks(build(Recurrent), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = int(os.environ["RANK"])
+    with fs.accumulate(model):
+        _loss(model, batch(0, rank)).backward()
+    frozen = model.blocks[1] if entire_unit else next(model.blocks[1].parameters())
+    frozen.requires_grad_(False)
+    with pytest.raises(fs.FullshardError) as refused:
+        _loss(model, batch(1, rank)).backward()
+    frozen.requires_grad_(True)
+    optimizer.zero_grad()
+    frozen.requires_grad_(False)  # between steps, it may be
+    with fs.accumulate(model):
+        _loss(model, batch(0, rank)).backward()
+    _loss(model, batch(1, rank)).backward()
+    optimizer.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("entire_unit", [False, True])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_freezing_a_parameter_whose_gradient_is_postponed_is_refused_by_name(
+    strategy: str, entire_unit: bool
+) -> None:
+    for message in ranks.run(_frozen_between_micro_batches, 2, strategy, entire_unit):
+        assert "parameter 'blocks.1." in message
+        assert "was frozen between the micro-batches" in message
+
+
+def _frozen_with_an_old_gradient(strategy: str) -> list[list[float]]:
+    import fullshard as fs
+
+    model = build(Recurrent)
+    if strategy:
+        shard_blocks(model, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = int(os.environ["RANK"])
+
+    def backward(step: int) -> None:
+        owners = [rank] if strategy else [0, 1]
+        torch.stack([_loss(model, batch(step, owner)) for owner in owners]).mean().backward()
+
+    backward(0)
+    next(model.blocks[1].parameters()).requires_grad_(False)
+    with fs.accumulate(model) if strategy else contextlib.nullcontext():
+        backward(1)
+    backward(2)
+    optimizer.step()
+    with fs.full(model, writeback=False) if strategy else contextlib.nullcontext():
+        return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_gradient_of_a_parameter_frozen_before_the_micro_batches_is_kept(strategy: str) -> None:
+    expected = ranks.run(_frozen_with_an_old_gradient, 1, "")[0]
+    for found in ranks.run(_frozen_with_an_old_gradient, 2, strategy):
         for mine, whole in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=2e-5, atol=2e-6)

@@ -163,3 +163,26 @@ def _beside_a_disk(folder: str) -> list[bool]:
 def test_an_optimizer_that_holds_nothing_on_disk_steps_beside_one_that_does(tmp_path: Path) -> None:
     for same in ranks.run(_beside_a_disk, 2, str(tmp_path)):
         assert all(same)
+
+
+def _holds_one_twice(kind: str, options: dict[str, Any]) -> str:
+    model = engines.shard_blocks(engines.build(), **options)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    held = [*matrices, matrices[0]]
+    optimizer = torch.optim.Muon(held) if kind == "Muon" else torch.optim.AdamW(held)
+    engines.loss_of(model, engines.batch(0, my_rank())).backward()
+    with pytest.raises(fs.FullshardError) as refused:
+        optimizer.step()
+    return str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize(
+    ("kind", "options"), [("AdamW", {"offload": "host"}), ("AdamW", {"state": "8bit"}), ("Muon", {})]
+)
+def test_parameter_twice_in_one_group_is_refused_by_name_where_steps_run_in_parts(
+    kind: str, options: dict[str, Any]
+) -> None:
+    for message in ranks.run(_holds_one_twice, 2, kind, options):
+        assert f"{kind} holds parameter '" in message
+        assert "2 times in one group" in message

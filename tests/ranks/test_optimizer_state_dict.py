@@ -224,3 +224,40 @@ def _state_in_containers() -> None:
 
 def test_state_in_containers_has_its_unsharded_shape_in_a_state_dict_and_is_taken_back() -> None:
     ranks.run(_state_in_containers, 2)
+
+
+def _loaded_twice(options: dict[str, Any], entire: bool) -> list[bool]:
+    """Rolled back twice to one state dict in memory, which the steps in between must leave alone."""
+    model = fs.shard(_model(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2):
+        _step(model, optimizer, _batch(step, _rank()))
+    full = stock.StateDictOptions(full_state_dict=True)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    if entire:
+        by_name = stock.get_optimizer_state_dict(model, optimizer, options=full)["state"]
+        state["state"] = {i: by_name[name] for i, (name, _) in enumerate(model.named_parameters())}
+    counts = [float(of["step"]) for of in state["state"].values()]
+    found = []
+    for _ in range(3):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        for step in range(2, 4):
+            _step(model, optimizer, _batch(step, _rank()))
+        found.append(_values(model))
+    return [found[0] == found[1] == found[2], counts == [float(of["step"]) for of in state["state"].values()]]
+
+
+@pytest.mark.parametrize(
+    ("options", "entire"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"offload": "host"}, False),
+        ({"strategy": "replicate", "offload": "host"}, False),
+        ({"state": "8bit"}, False),
+    ],
+)
+def test_state_dict_that_was_loaded_may_be_loaded_again(options: dict[str, Any], entire: bool) -> None:
+    assert ranks.run(_loaded_twice, 2, options, entire) == [[True, True]] * 2

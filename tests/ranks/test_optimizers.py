@@ -417,3 +417,39 @@ def _with_plain_companion() -> bool:
 
 def test_optimizer_of_an_unsharded_model_is_left_alone() -> None:
     assert all(ranks.run(_with_plain_companion, 2))
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 6)
+        self.turn = nn.Parameter(torch.randn(5, 6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.into(x).to(torch.complex64) @ self.turn.T).abs().square().mean()
+
+
+def _complex_parameters(kind: str, foreach: bool, num_ranks: int) -> None:
+    import fullshard as fs
+
+    torch.manual_seed(0)
+    single = _Complex()
+    model = fs.shard(copy.deepcopy(single))
+    rank = torch.distributed.get_rank()
+    optimizers = [getattr(torch.optim, kind)(m.parameters(), foreach=foreach) for m in (single, model)]
+    for _ in range(3):
+        x = torch.randn(2 * num_ranks, 6)
+        parts = (x, x.chunk(num_ranks)[rank])
+        for each, optimizer, part in zip((single, model), optimizers, parts, strict=True):
+            each(part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with fs.full(model, writeback=False):
+        for mine, whole in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop", "Adagrad"])
+def test_torchs_optimizers_step_on_shards_of_complex_parameters(kind: str, foreach: bool) -> None:
+    ranks.run(_complex_parameters, 2, kind, foreach, 2)

@@ -18,6 +18,7 @@ import functools
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -437,9 +438,11 @@ def _check(
                 "Build the optimizer from model.parameters(); list what each rank trains alone in ignore=.",
             )
     mode = _mode(optimizer, runtimes, closure)
+    places = list(_sharded_places(optimizer, runtimes))
+    if mode.step == "muon" or any(lane.streams_steps for _, lane, _ in places):
+        _refuse_repeated(optimizer, places)
     if mode.step == "element-wise":
         return runtimes, mode.plain_gradients, None
-    places = list(_sharded_places(optimizer, runtimes))
     _refuse_elsewhere(optimizer, [lane for _, lane, _ in places])
     owners = {} if before is None else {id(item.parameter): item.owner for item in before.items}
     limits = [limit for r in runtimes if (limit := r.options.merge_units) is not None]
@@ -448,6 +451,18 @@ def _check(
         return runtimes, False, MuonStep(optimizer, matrices(optimizer, places), most_bytes)
     items, gathered = deal_owners(places, owners), mode.step == "gathered"
     return runtimes, False, OwnedStep(optimizer, items, gathered, mode.bucketed, most_bytes)
+
+
+def _refuse_repeated(optimizer: Optimizer, places: Iterable[tuple[nn.Parameter, Lane, int]]) -> None:
+    """Torch only warns of a parameter that is twice in one group. A step in parts would take it once."""
+    counts = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    for parameter, lane, index in places:
+        if counts[id(parameter)] > 1:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds parameter {lane.layout.pieces[index].name!r} "
+                f"{counts[id(parameter)]} times in one group",
+                "Give each parameter once: model.parameters() lists tied weights once.",
+            )
 
 
 @dataclass(frozen=True)
@@ -522,7 +537,9 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     if declared is None and type(optimizer) in _ELEMENT_WISE:
         declared = "element-wise"
     if declared == "element-wise":
-        return _Mode(declared, plain_gradients=is_compiled_call())
+        # Of complex gradients torch takes a view of real numbers, which has another shape than the parameter.
+        is_complex = any(p.is_complex() for group in optimizer.param_groups for p in group["params"])
+        return _Mode(declared, plain_gradients=is_complex or is_compiled_call())
     if declared is not None:
         return _Mode(declared, bucketed=bucketed)
     if is_known_muon(optimizer) and not is_compiled_call():

@@ -119,6 +119,8 @@ class Reduction:
         self._share = shares.current(self._comm.all_ranks)
         if self._fixed:
             self._require_micro_batches()
+        if self.postponed:
+            self._refuse_frozen_since()
         self._training = [[r for r in unit if any(r.lane.trainable)] for unit in self._units]
         self._order = [unit for unit in order if self._training[unit]]
         self._at = 0
@@ -637,6 +639,27 @@ class Reduction:
                 for parameter, view in zip(reduction.lane.parameters, gradients.views, strict=True):
                     if parameter.requires_grad:
                         parameter.grad = view
+
+    def _refuse_frozen_since(self) -> None:
+        """A postponed gradient is set where its parameter trains: one frozen meanwhile would lose its own.
+
+        Not where older gradients are added to: those of frozen parameters are kept, and get the sum as well.
+        """
+        for reduction in (r for unit in self._units for r in unit):
+            lane, gradients = reduction.lane, reduction.lane.gradients
+            if gradients is None or not gradients.holder.postponed:
+                continue
+            if gradients.was_live and any(lane.trainable):
+                continue
+            named = zip(lane.layout.pieces, lane.parameters, gradients.views, strict=True)
+            for piece, parameter, view in named:
+                if not parameter.requires_grad and parameter.grad is view:
+                    raise StateError(
+                        f"parameter {piece.name!r} of {unit_label(lane.unit)} was frozen between the "
+                        "micro-batches of one step, and fs.accumulate has postponed its gradient",
+                        "Freeze parameters between steps, after optimizer.step() and zero_grad(); or leave "
+                        "out fs.accumulate in this step.",
+                    )
 
     def _check_accumulated(self, reduction: LaneReduction) -> None:
         gradients = reduction.lane.gradients

@@ -122,17 +122,18 @@ def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
     """What load_state_dict was given becomes state as it rests here."""
     if id(optimizer) in _as_they_are:
         return
-    _to_own_elements(optimizer)
+    copies = _Copies()
+    _to_own_elements(optimizer, copies)
     streamed = streamed_step(optimizer)
     if streamed is None:
         return
     for parameter, state in optimizer.state.items():
         of_parameter = isinstance(parameter, torch.Tensor) and isinstance(state, dict)
         for key, value in state.items() if of_parameter else ():
-            state[key] = streamed.put_state(parameter, key, value)
+            state[key] = _with_tensors(streamed.put_state(parameter, key, value), copies.of_number)
 
 
-def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
+def _to_own_elements(optimizer: torch.optim.Optimizer, copies: _Copies) -> None:
     """Of what load_state_dict was given, unsharded values or StateShards, keep this rank's elements."""
     owned = owned_step(optimizer)
     if owned is not None:
@@ -143,11 +144,36 @@ def _to_own_elements(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if id(parameter) in places and places[id(parameter)][0].layout.pieces[places[id(parameter)][1]].shape:
             numbers |= {path for path, value in _tensors(state) if value.dim() == 0}
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, torch.Tensor) and id(parameter) in places:
-            to_own = partial(_to_own, *places[id(parameter)], numbers)
-            for key, value in state.items():
-                state[key] = _with_tensors(value, to_own, f".{key}")
+    found = [(p, s) for p, s in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) in places]
+    given = {id(value) for _, state in found for _, value in _tensors(state)}
+    is_loaded = False
+    for parameter, state in found:
+        to_own = partial(_to_own, *places[id(parameter)], numbers)
+        for key, value in state.items():
+            state[key] = _with_tensors(value, to_own, f".{key}")
+            is_loaded |= state[key] is not value
+    for _, state in found if is_loaded else ():
+        for key, value in state.items():
+            state[key] = _with_tensors(value, lambda _, v: copies.of(v) if id(v) in given else v)
+
+
+class _Copies:
+    """Of what a state dict holds, where most of it is cut, or goes to its home, and so is copied anyway.
+
+    torch leaves the rest to the state dict as well, step counts, say: it would count on, and be of no use for
+    a second load. What parameters share, they go on sharing.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # each with what it is a copy of
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        if type(value) is not torch.Tensor:
+            return value
+        return self._copies.setdefault(id(value), (value, value.clone()))[1]
+
+    def of_number(self, _: str, value: torch.Tensor) -> torch.Tensor:
+        return value if value.dim() else self.of(value)
 
 
 def _to_own(lane: Lane, index: int, numbers: set[str], path: str, value: torch.Tensor) -> torch.Tensor:

@@ -170,6 +170,12 @@ class OptimizerLoad:
         name, optimizer = site.name, type(self._optimizer).__name__
         replicated = site.lane is None or site.lane.replicated
         owned = self._owned is not None and id(site.parameter) in self._owned.by_parameter
+        if "entire" in kinds and site.lane is not None and site.lane.streams_steps:
+            raise CheckpointError(
+                f"state of {name!r} was saved by an optimizer that steps on entire tensors "
+                f"(optimizer_step='owned'), and {optimizer} steps in chunks here (offload=, state='8bit')",
+                "Leave out offload= and state=, or load without the optimizer.",
+            )
         if "entire" in kinds and not (owned or replicated):
             raise CheckpointError(
                 f"state of {name!r} was saved by an optimizer that steps on entire tensors "
