@@ -53,25 +53,24 @@ class ShardGroup:
         """All ranks' rows into `full`, as bytes; this rank's own is written already."""
         if self.ranks == 1:
             return None
-        comm, channel = self._comm, self._gather_name
-        number = comm.begin(channel, tag)
-        if not comm.staged:
-            work = self._all_gather(self.gather_group, full, own)
+        return self._gather(self.gather_group, self._gather_name, full, own, tag)
+
+    def gather_sums(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation:
+        """The same in the group of reduces, for what these have summed."""
+        return self._gather(self.reduce_group, self._reduce_name, full, own, tag)
+
+    def _gather(
+        self, group: Any, channel: str, full: torch.Tensor, own: torch.Tensor, tag: OpTag
+    ) -> Operation:
+        number = self._comm.begin(channel, tag)
+        if not self._comm.staged:
+            work = self._all_gather(group, full, own)
             return Operation(self._watchdog, work, channel, number, None)
         host = torch.empty(full.shape, dtype=full.dtype)
         mine = host.view(self.ranks, -1)[self.rank]
         mine.copy_(own)
-        work = self._all_gather(self.gather_group, host, mine)
+        work = self._all_gather(group, host, mine)
         return Operation(self._watchdog, work, channel, number, lambda: full.copy_(host))
-
-    def gather_sums(self, full: torch.Tensor, own: torch.Tensor, tag: OpTag) -> Operation:
-        """The same in the group of reduces, for what these have summed."""
-        number = self._comm.begin(self._reduce_name, tag)
-        target = torch.empty(full.shape, dtype=full.dtype) if self._comm.staged else full
-        source = own.cpu() if self._comm.staged else own
-        work = self._all_gather(self.reduce_group, target, source)
-        after = (lambda: full.copy_(target)) if self._comm.staged else None
-        return Operation(self._watchdog, work, self._reduce_name, number, after)
 
     def _all_gather(self, group: Any, full: torch.Tensor, own: torch.Tensor) -> Any:
         if self._in_messages and (pieces := gloo_rows.cuts(own.numel(), self.ranks)):

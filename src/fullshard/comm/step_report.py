@@ -84,9 +84,9 @@ class StepReport:
             operation, message, flags = self._in_flight
             if operation is not None:
                 operation.wait()
-            data = message[flags:].cpu().numpy().tobytes()
-            _compare_modes(self._rows(data))
-            self._compare_operations(data)
+            if rows := self._differing(message[flags:].cpu()):
+                _compare_modes(rows)
+                self._compare_operations(rows)
         self._steps += 1
         for index, value in enumerate((identity, settings, rates)):
             self._add(index, value)
@@ -161,14 +161,12 @@ class StepReport:
             self._arriving = (host, event)
 
     def _compare(self, message: torch.Tensor) -> None:
-        data = message.numpy().tobytes()
-        count = len(data) // (2 * _ROW)
-        if data == (data[:_ROW] + _inverted(data[:_ROW])) * count:
+        rows = self._differing(message)
+        if not rows:
             return
-        rows = self._rows(data)
         _compare_modes(rows)
         if self._comm.device.type == "cpu":
-            self._compare_operations(data)
+            self._compare_operations(rows)
         if len({row[: _OPERATIONS.start] for _, row in rows}) > 1:
             raise _mismatch(rows)
         if len({row for _, row in rows}) > 1 and self._comm.device.type != "cpu":
@@ -176,9 +174,13 @@ class StepReport:
                 f"ranks are in different operations: {_odd_ones(rows, _OPERATIONS)}", _SAME_CALLS
             )
 
-    def _rows(self, data: bytes) -> list[tuple[str, bytes]]:
-        """What ranks have written, with these ranks: two values where several that share a row differ."""
+    def _differing(self, message: torch.Tensor) -> list[tuple[str, bytes]]:
+        """What ranks have written, with these ranks, unless all have written the same: then nothing. Two
+        values where several that share a row differ."""
+        data = message.numpy().tobytes()
         members, count = self._comm.world.members, len(data) // (2 * _ROW)
+        if data == (data[:_ROW] + _inverted(data[:_ROW])) * count:
+            return []
         rows: list[tuple[str, bytes]] = []
         for index in range(count):
             row = data[2 * _ROW * index : 2 * _ROW * (index + 1)]
@@ -187,9 +189,9 @@ class StepReport:
                 rows += [(ranks, value) for value in sorted({row[:_ROW], _inverted(row[_ROW:])})]
         return rows
 
-    def _compare_operations(self, data: bytes) -> None:
-        """On all ranks, which have the same data: if any has begun other operations, exchange which."""
-        if len({row[_OPERATIONS] for _, row in self._rows(data)}) <= 1:
+    def _compare_operations(self, rows: list[tuple[str, bytes]]) -> None:
+        """On all ranks, which have the same rows: if any has begun other operations, exchange which."""
+        if len({row[_OPERATIONS] for _, row in rows}) <= 1:
             return
         last = self._comm.watchdog.recorder.last_operations(self._channels())
         world = self._comm.world

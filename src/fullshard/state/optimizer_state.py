@@ -42,19 +42,19 @@ def show_state_shards(optimizer: torch.optim.Optimizer) -> None:
 def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `load_state_dict` that is not torch's, and calls no hooks, has left a state dict's values."""
     first = next(iter(optimizer.state.values()), None)
-    return isinstance(first, dict) and any(isinstance(value, StateShard) for _, value in _tensors(first))
+    return isinstance(first, dict) and any(isinstance(value, StateShard) for _, value in tensors_of(first))
 
 
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a state, also those in containers, and where they are."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}")
-    elif type(value) in (list, tuple):
+            yield from tensors_of(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple | set | frozenset):
         for index, item in enumerate(value):
-            yield from _tensors(item, f"{path}[{index}]")
+            yield from tensors_of(item, f"{path}[{index}]")
 
 
 def _with_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
@@ -143,9 +143,9 @@ def _to_own_elements(optimizer: torch.optim.Optimizer, copies: _Copies) -> None:
     numbers = {".step"}
     for parameter, state in optimizer.state.items():
         if id(parameter) in places and places[id(parameter)][0].layout.pieces[places[id(parameter)][1]].shape:
-            numbers |= {path for path, value in _tensors(state) if value.dim() == 0}
+            numbers |= {path for path, value in tensors_of(state) if value.dim() == 0}
     found = [(p, s) for p, s in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) in places]
-    given = {id(value) for _, state in found for _, value in _tensors(state)}
+    given = {id(value) for _, state in found for _, value in tensors_of(state)}
     is_loaded = False
     for parameter, state in found:
         to_own = partial(_to_own, *places[id(parameter)], numbers)
@@ -193,7 +193,12 @@ def _to_own(lane: Lane, index: int, numbers: set[str], path: str, value: torch.T
     return value
 
 
-# ---- what a class adds to its state dict
+# ---- what belongs to no parameter
+
+
+def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State under other keys than parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def other_entries(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -235,8 +240,4 @@ def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def shards_in(value: Any) -> bool:
     """Whether a value of a state dict has a part of a tensor in it."""
-    if isinstance(value, dict):
-        return any(map(shards_in, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(map(shards_in, value))
-    return isinstance(value, torch.Tensor) and (isinstance(value, StateShard) or is_cut(value))
+    return any(isinstance(part, StateShard) or is_cut(part) for _, part in tensors_of(value))

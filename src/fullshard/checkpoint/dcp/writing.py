@@ -41,7 +41,7 @@ from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.engine.tensor_parallel import uncut
 from fullshard.errors import CheckpointError, RankMismatch
 from fullshard.plan.layout import Box, Piece, boxes
-from fullshard.state.optimizer_state import other_entries
+from fullshard.state.optimizer_state import other_entries, other_state
 from fullshard.state.state_dict import StateShard
 
 _ITEM_BYTES = 2 * CHUNK_BYTES  # of a stored tensor, per item
@@ -179,8 +179,8 @@ def _leaf(site: Site, local: torch.Tensor) -> Leaf | torch.Tensor:
 
 
 def _optimizer_tree(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    others = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    _refuse_others(type(optimizer).__name__, [*others, *other_entries(optimizer)], _SAVE)
+    others = [*other_state(optimizer), *other_entries(optimizer)]
+    _refuse_others(type(optimizer).__name__, others, _SAVE)
     groups = []
     state: dict[str, dict[str, Any]] = {}
     by_group = sites_by_group(sites(runtime, model), optimizer)

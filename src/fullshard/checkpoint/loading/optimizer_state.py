@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,17 @@ from fullshard.state.tensor_subclasses import put_together
 
 # How a step is computed, not what it computes: these options stay those of this run.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A parameter whose state is loaded, and where to."""
+
+    work: LoadPlan
+    group: dict[str, Any]
+    site: Site
+    state: dict[str, Any]
+    is_entire: bool  # this optimizer steps on the entire tensor
 
 
 class OptimizerLoad:
@@ -102,25 +114,18 @@ class OptimizerLoad:
         is_entire = self._is_entire(site, {entry.get("kind") for entry in _single(saved)})
         if is_entire and not self._keeps(site):
             return  # its owner reads it
+        loaded = _Loaded(work, group, site, state, is_entire)
         for key, entry in saved.items():
-            self._plan_entry(work, group, (site, key), entry, state, is_entire)
+            self._plan_entry(loaded, key, entry)
 
-    def _plan_entry(
-        self,
-        work: LoadPlan,
-        group: dict[str, Any],
-        what: tuple[Site, str],
-        entry: dict[str, Any],
-        state: dict[str, Any],
-        is_entire: bool,
-    ) -> None:
-        site, key = what
+    def _plan_entry(self, loaded: _Loaded, key: str, entry: dict[str, Any]) -> None:
+        work, group, site, state = loaded.work, loaded.group, loaded.site, loaded.state
         name, kind = f"{site.name}.{key}", entry.get("kind")
         if kind == "entire":
             device = self._device(group, site, key, entry | {"kind": "scalar"})
             self._decodes.append((state, key, self._plan_entire(work, entry["value"], device, site)))
         elif kind == "nested":
-            self._plan_nested(work, group, what, entry, state, is_entire)
+            self._plan_nested(loaded, key, entry)
         elif kind == "value":
             value = self._resume.decode(entry["value"], FIRST_FILE)
             if "device" in entry:
@@ -129,7 +134,7 @@ class OptimizerLoad:
             state[key] = value
         elif kind == "own":
             state[key] = self._own(site, name)
-        elif kind == "elements" and is_entire:
+        elif kind == "elements" and loaded.is_entire:
             stored = self._stored(name)
             check_shape(self._resume.source, stored, site.global_shape, name)
             read = self._plan_read(work, stored, site.parameter.device)
@@ -144,25 +149,16 @@ class OptimizerLoad:
                 f"optimizer state {name!r} is of the unknown kind {str(kind)[:40]!r}", DAMAGED
             )
 
-    def _plan_nested(
-        self,
-        work: LoadPlan,
-        group: dict[str, Any],
-        what: tuple[Site, str],
-        entry: dict[str, Any],
-        state: dict[str, Any],
-        is_entire: bool,
-    ) -> None:
+    def _plan_nested(self, loaded: _Loaded, key: str, entry: dict[str, Any]) -> None:
         """A container: its tensors are read as states of their own, and then put into their places."""
-        site, key = what
         leaves: dict[str, Any] = {}
         places: dict[str, Place] = {}
         outline = self._resume.decode(entry["value"], FIRST_FILE)
         for one in entry["tensors"]:
             places[one["key"]] = tuple(self._resume.decode(one["place"], FIRST_FILE))
-            self._plan_entry(work, group, (site, one["key"]), one["entry"], leaves, is_entire)
+            self._plan_entry(replace(loaded, state=leaves), one["key"], one["entry"])
         self._decodes.append(
-            (state, key, lambda: filled(outline, {place: leaves[k] for k, place in places.items()}))
+            (loaded.state, key, lambda: filled(outline, {place: leaves[k] for k, place in places.items()}))
         )
 
     def _is_entire(self, site: Site, kinds: set[Any]) -> bool:

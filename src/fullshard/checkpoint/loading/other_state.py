@@ -15,7 +15,7 @@ from fullshard.checkpoint.loading.planning import LoadPlan, listed
 from fullshard.checkpoint.loading.reading import DAMAGED
 from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume
 from fullshard.errors import CheckpointError, DamagedCheckpoint
-from fullshard.state.optimizer_state import load_other_entries, other_entries
+from fullshard.state.optimizer_state import load_other_entries, other_entries, other_state
 from fullshard.state.tensor_subclasses import put_together
 
 
@@ -30,7 +30,7 @@ class OtherState:
     def plan(self, work: LoadPlan) -> None:
         self._state, self._entries = self._read("other_state"), self._read("state_dict")
         if self._state is None:
-            self._note(work, "state", self._keys())
+            self._note(work, "state", other_state(self._optimizer))
         if self._entries is None:
             self._note(work, "entries of the state dict", other_entries(self._optimizer))
 
@@ -38,7 +38,7 @@ class OtherState:
         """After the state of parameters, which `load_state_dict` of the class may look at."""
         state: dict[Any, Any] = self._optimizer.state
         if self._state is not None:
-            for key in self._keys():
+            for key in other_state(self._optimizer):
                 del state[key]
             state.update(self._state)
         if not self._entries:
@@ -52,9 +52,6 @@ class OtherState:
                 f"{keys}: {str(error)[:200]}",
                 "Build the optimizer as in the run that saved, or load without it.",
             ) from error
-
-    def _keys(self) -> list[Any]:
-        return [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]
 
     def _note(self, work: LoadPlan, what: str, keys: Iterable[Any]) -> None:
         """For a checkpoint of another library, or of an earlier version, which did not have them."""

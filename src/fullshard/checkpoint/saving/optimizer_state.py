@@ -25,7 +25,7 @@ from fullshard.engine.block_state import BlockState
 from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import CheckpointError
-from fullshard.state.optimizer_state import other_entries, shards_in
+from fullshard.state.optimizer_state import other_entries, other_state, shards_in, tensors_of
 from fullshard.state.tensor_subclasses import is_subclass, taken_apart
 
 
@@ -70,12 +70,11 @@ def _add(
     position = {id(site.parameter): i for i, site in enumerate(known)}
     order.sort(key=lambda site: position[id(site.parameter)])
     name = type(optimizer).__name__
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     contents.optimizer_state = {
         "class": name,
         "groups": [_group(contents, optimizer, i, members) for i, members in enumerate(by_group)],
         "state": _state(contents, runtime, order, optimizer) | entire,
-        "other_state": _listed(contents, f"the state of {name} under", others),
+        "other_state": _listed(contents, f"the state of {name} under", other_state(optimizer)),
         "state_dict": _listed(contents, f"what {name}.state_dict() holds under", other_entries(optimizer)),
     }
 
@@ -114,7 +113,7 @@ def _listed(contents: Contents, what: str, values: Mapping[Any, Any]) -> list[Tr
         entry: dict[str, Tree] = {
             "key": contents.shared.encode(key, f"the key of {path}"),
             "value": contents.shared.encode(value, path),
-            "device": _device(_tensors(value)),
+            "device": _device(tensor for _, tensor in tensors_of(value)),
         }
         contents.compared.require(path, entry)
         entries.append(entry)
@@ -243,14 +242,3 @@ def settle(contents: Contents, differing: set[str]) -> None:
 
 def _device(tensors: Iterable[torch.Tensor]) -> str:
     return "host" if all(tensor.device.type == "cpu" for tensor in tensors) else "device"
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _tensors(item)
