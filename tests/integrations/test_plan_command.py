@@ -642,6 +642,7 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("gpt2", "--largest-batch", "--allow", "int8"), "--choose --allow"),
         (("gpt2", "--smallest-ranks", "--global-batch", "8"), "give --ranks N and --choose"),
         (("gpt2", "--smallest-ranks", "--train-tokens", "2T"), "give --ranks N and --choose"),
+        (("gpt2", "--smallest-ranks", "--ranks", "8"), "the number of ranks is what is looked for"),
         (("{own}:make", "--choose", "--save", "{empty}/no/plan.json"), "No such file or directory"),
         (("{own}:make", "--largest-batch"), "returns its own batch"),
         (("{words}",), "the config is refused: "),
@@ -921,7 +922,8 @@ def test_memory_decides_between_recomputation_and_host_memory(small: str) -> Non
 
 @pytest.mark.parametrize("question", ["--choose", "--smallest-ranks", "--largest-batch"])
 def test_where_nothing_fits_the_exit_code_is_1_with_json_too(question: str) -> None:
-    said = ("gpt2", "--sequence", "64", "--memory", "100MiB", "--ranks", "2", "--strategy", "zero3", question)
+    on = () if question == "--smallest-ranks" else ("--ranks", "2")
+    said = ("gpt2", "--sequence", "64", "--memory", "100MiB", *on, "--strategy", "zero3", question)
     code, out, err = main(*said)
     assert (code, err) == (1, "")
     assert "--host-memory" in out

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 def _plan(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -271,6 +272,7 @@ def _plan(
             "--train-tokens": train_tokens,
             "--batch": batch,
             "--flops": flops,
+            "--ranks": _is_given(context, "ranks"),
         }
     )
     tokens = _count(train_tokens)
@@ -337,10 +339,17 @@ _IGNORED: dict[str, dict[str, str]] = {
         "--global-batch": "Leave it out, or give --ranks N and --choose.",
         "--train-tokens": "Leave it out, or give --ranks N and --choose.",
         "--flops": "Leave it out: --gpu has the rates.",
+        "--ranks": "Leave it out: the number of ranks is what is looked for; or give --ranks N and --choose.",
     },
     "--choose": {"--flops": "Leave it out: --gpu has the rates."},
     "": {"--allow": "Write --choose --allow, or leave it out."},
 }
+
+
+def _is_given(context: typer.Context, parameter: str) -> bool:
+    """On the command line, not by default."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _refuse_ignored(given: dict[str, Any]) -> None:
