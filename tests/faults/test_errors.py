@@ -554,3 +554,29 @@ def test_a_store_that_is_gone_is_named_with_its_address() -> None:
     text = ranks.outcome(_loses_the_store, 2, init=True, fresh=True).values[1]
     assert "the run's store at 127.0.0.1:" in text
     assert "rank 0 or its launcher, has ended" in text
+
+
+def _opens_records_in_a_folder_that_is_removed(times: int) -> tuple[int, bool, bool]:
+    """How often it was made; whether it holds records; whether it is there after they are closed."""
+    from fullshard.comm import host_group, recorder_files
+
+    made: list[str] = []
+
+    def folder_for(parent: str, name: str) -> recorder_files.Folder:
+        folder = recorder_files.folder_for(parent, name)
+        made.append(folder.path)
+        if len(made) <= times:
+            recorder_files.remove_if_empty(folder.path)  # as a rank does that opens and closes its records
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_group, "folder_for", folder_for)
+        recorder = host_group.open_recorder([0], "a save")
+    holds = os.listdir(made[-1]) != []
+    recorder.close()
+    return len(made), holds, os.path.exists(made[-1])
+
+
+def test_a_folder_of_records_that_a_leaving_rank_removes_is_made_again() -> None:
+    found = ranks.outcome(_opens_records_in_a_folder_that_is_removed, 1, 2, init=True).values[0]
+    assert found == (3, True, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import threading
 import weakref
@@ -266,10 +267,28 @@ def open_recorder(members: list[int], purpose: str) -> FlightRecorder:
     remove_abandoned(parent, prefix)
     if (named := own_host_name()) is not None:
         prefix += hashlib.sha256(named.encode()).hexdigest()[:8] + "-"
-    folder = folder_for(parent, prefix + name)
-    recorder = FlightRecorder(folder, members.index(dist.get_rank()), len(members), members)
+    recorder = _recorder_in(parent, prefix + name, members)
     recorder.on_close = lambda: remove_if_empty(os.path.join(parent, prefix + name))
     return recorder
+
+
+_MAX_TRIES = 100  # each failed one means that another rank of this host has come and gone meanwhile
+
+
+def _recorder_in(parent: str, name: str, members: list[int]) -> FlightRecorder:
+    """A rank that leaves early removes the folder if it is empty, also between the moments in which this rank
+    makes the folder, opens it and writes into it: then it is made again."""
+    for tries in itertools.count(1):
+        folder = None
+        try:
+            folder = folder_for(parent, name)
+            return FlightRecorder(folder, members.index(dist.get_rank()), len(members), members)
+        except FileNotFoundError:
+            if folder is not None:
+                folder.close()
+            if tries == _MAX_TRIES:
+                raise
+    raise AssertionError("the loop above has no other end")
 
 
 leases_by_grid: dict[Hashable, tuple[Any, list[Any]]] = {}  # of group_leases, with their world
