@@ -34,7 +34,7 @@ from contenders import MODELS, Contender, Trainer
 from fullshard.comm.probe import probe
 from fullshard.planning.network import Link, Load, Network, Placement
 from fullshard.tools.simulation.group import Cluster, joined
-from namespaces import Node, Unavailable, shape, two_nodes
+from namespaces import Node, Unavailable, connected, shape
 
 NODE_RANKS = 2
 WARMUP = 2
@@ -154,7 +154,7 @@ def main() -> None:
     print(f"{report.machine()}; 2 nodes of {NODE_RANKS} in network namespaces, gloo\n", flush=True)
     headers = ["link", "engine", "measured ms/step", "predicted ms/step", "predicted / measured"]
     try:
-        with two_nodes() as nodes:
+        with connected(2) as nodes:
             for rate in args.rates:
                 print(f"\n{report.markdown(headers, check(rate, nodes, args))}\n", flush=True)
     except Unavailable as error:

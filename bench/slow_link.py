@@ -138,7 +138,7 @@ def main() -> None:
     print(f"{args.model}: {contenders.describe(args.model)}\n", flush=True)
     groups = {}
     try:
-        with namespaces.two_nodes() as nodes:
+        with namespaces.connected(2) as nodes:
             for rate in args.rates:
                 carried, results = measure(rate, nodes, args)
                 print(f"Link of {rate}: a known transfer went at {carried / 1e6:.0f} Mbit/s.\n")

@@ -33,12 +33,12 @@ STEPS = 17
 
 
 class Host:
-    """The agent of one host. Each start adds to one file."""
+    """The agent of one host, or one of several there. Each start adds to one file."""
 
-    def __init__(self, node: Node, folder: Path, words: list[str]) -> None:
-        self.node, self.log = node, folder / f"{node.namespace}.log"
+    def __init__(self, node: Node, folder: Path, words: list[str], number: int = 0) -> None:
+        self.node, self.log = node, folder / f"{node.namespace}-{number}.log"
         self.log.touch()
-        self._words, self._folder = words, folder
+        self._words = words
         self._process: subprocess.Popen[bytes] | None = None
         self._seen = 0
 
@@ -48,7 +48,7 @@ class Host:
         self._seen = len(self.text)
         with open(self.log, "a") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=variables, start_new_session=True, cwd=self._folder
+                command, stdout=log, stderr=log, env=variables, start_new_session=True
             )
 
     @property
@@ -64,8 +64,8 @@ class Host:
 
     def lose(self) -> None:
         """As if its power were cut: every process in it is gone."""
-        for pid in namespaces.ip("netns", "pids", str(self.node.namespace)).split():
-            namespaces.kill(int(pid))
+        for pid in namespaces.processes(self.node):
+            namespaces.kill(pid)
         assert self._process is not None
         self._process.wait(30)
 
@@ -84,8 +84,8 @@ def two_hosts(
     folder: Path, limits: str, accidents: list[list[object]], ranks: tuple[int, int] = (2, 2)
 ) -> Iterator[tuple[Host, Host]]:
     try:
-        with namespaces.two_nodes() as nodes:
-            meets = ["--elastic", limits, "--rounds", "rounds.jsonl"]
+        with namespaces.connected(2) as nodes:
+            meets = ["--elastic", limits, "--rounds", str(folder / "rounds.jsonl")]
             meets += ["--rdzv-endpoint", f"{nodes[0].address}:29400", "--nproc-per-node"]
             words = [elastic_train.__file__, str(folder / "run"), str(STEPS), json.dumps(accidents)]
             a, b = ([*meets, str(number), *words] for number in ranks)

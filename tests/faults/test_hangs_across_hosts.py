@@ -157,7 +157,7 @@ def _with_a_cut_link(folder: Path) -> list[str]:
     """What neither side named, with all that it printed."""
     folder.mkdir()
     command = [f"{warm.commands()}/python", str(hang_runs.SCRIPT), "keeps stepping", str(folder)]
-    with namespaces.two_nodes() as nodes:
+    with namespaces.connected(2) as nodes:
         common = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "1",

@@ -99,6 +99,8 @@ def _as_scripts_do(folder: str, options: dict[str, Any], resume: Any, launched: 
     try:
         row = _without_dropout(folder, options | {"use_cpu": False}, resume)
     except Exception as error:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # a rank that has ended already would break others' connecting
         return {"error": f"{type(error).__name__}: {error}"}
     return row
 

@@ -67,7 +67,7 @@ def transmitted(interface: str) -> int:
 
 def train_over_slow_link(folder: Path, lossy: bool) -> list[dict[str, Any]]:
     """Every rank's file, after both ended well and in time."""
-    with namespaces.two_nodes() as nodes:
+    with namespaces.connected(2) as nodes:
         namespaces.shape(nodes, RATE_BITS_PER_S, lossy)
         commands = [
             [f"{warm.commands()}/python", __file__, str(rank), nodes[0].address, node.interface, str(folder)]

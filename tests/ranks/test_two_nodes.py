@@ -58,11 +58,11 @@ LOOPBACK = (Node((), "127.0.0.1", "lo"), Node((), "127.0.0.1", "lo"))
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two namespaces joined by a veth pair; loopback where they are not to be had."""
+def two_nodes() -> Iterator[Sequence[Node]]:
+    """Two namespaces; loopback where they are not to be had."""
     with contextlib.ExitStack() as stack:
         try:
-            nodes = stack.enter_context(namespaces.two_nodes())
+            nodes: Sequence[Node] = stack.enter_context(namespaces.connected(2))
         except namespaces.Unavailable as error:
             print(f"{error}: both nodes on loopback")
             nodes = LOOPBACK

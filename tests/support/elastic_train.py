@@ -1,9 +1,10 @@
 """A training as in docs/elastic.md, with accidents: python elastic_train.py ROOT STEPS ACCIDENTS [GUARD].
 
-ACCIDENTS is JSON, [[step, rank, what], ...]: 'kill', 'raise' and 'exit' happen once, 'always raise' in every
-round, 'wait FILE' waits until there is such a file beside ROOT; 'nan' and 'spike' are batches, also where
-they are tried again, and 'spoil' parameters after a step. GUARD is JSON too: the policy of an fs.Guard.
-Step -1 is before the model is sharded. At the end the first rank writes the parameters to ROOT/final.pt.
+ACCIDENTS is JSON, [[step, rank, what], ...]: 'kill', 'raise', 'exit', 'stop' and 'loop' happen once, 'mark'
+only says that the step is reached, 'always raise' happens in every round, 'wait FILE' waits until there is
+such a file beside ROOT; 'nan' and 'spike' are batches, also where they are tried again, and 'spoil'
+parameters after a step. GUARD is JSON too: the policy of an fs.Guard. Step -1 is before the model is
+sharded. At the end the first rank writes the parameters to ROOT/final.pt.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -72,14 +74,18 @@ def happen(root: Path, accidents: list[list[object]], step: int) -> None:
         if what == "always kill":
             os.kill(os.getpid(), signal.SIGKILL)
         mark = root.parent / f"happened-{what}-{at}"
-        if what not in ("kill", "raise", "exit") or mark.exists():
+        if what not in ("kill", "raise", "exit", "stop", "loop", "mark") or mark.exists():
             continue
-        mark.touch()
+        mark.with_suffix(".new").write_text(json.dumps([time.time(), socket.gethostname()]))
+        mark.with_suffix(".new").rename(mark)
         if what == "raise":
             raise ValueError("once")
         if what == "exit":
             sys.exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        while what == "loop":
+            pass
+        if what != "mark":
+            os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
 
 
 def spoilt(accidents: list[list[object]], step: int, loss: Tensor) -> Tensor:

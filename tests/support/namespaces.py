@@ -1,7 +1,7 @@
-"""Two nodes on one machine: network namespaces joined by a veth pair, as slow as one likes.
+"""Several nodes on one machine: network namespaces joined by a bridge, as slow as one likes.
 
 Each node has its own address, hostname and /dev/shm: nothing but the wire connects them. It takes root and
-iproute2; where these are not to be had, `two_nodes` raises Unavailable and says which. Whatever was made or
+iproute2; where these are not to be had, `connected` raises Unavailable and says which. Whatever was made or
 started here is gone when its `with` ends, however it ends.
 """
 
@@ -33,63 +33,94 @@ class Node:
     address: str
     interface: str
     namespace: str | None = None
+    holder: int = 0
 
 
 # --- the nodes ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two namespaces joined by a veth pair; deleted at the end, with every process in them."""
+def connected(count: int) -> Iterator[list[Node]]:
+    """Namespaces joined by a bridge; deleted at the end, with every process in them."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         raise Unavailable("network namespaces need root")
-    names = (f"fullshard-{os.getpid()}-a", f"fullshard-{os.getpid()}-b")
-    try:
+    switch, *names = [f"fullshard-{os.getpid()}-{letter}" for letter in "sabcdefgh"[: count + 1]]
+    with contextlib.ExitStack() as holders:
         try:
-            nodes = _joined(names)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise Unavailable(f"no network namespaces here: {_because(error)}") from error
-        yield nodes
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                for pid in ip("netns", "pids", name).split():
-                    kill(int(pid))
-                ip("netns", "delete", name)
+            try:
+                nodes = _made(switch, names, holders)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise Unavailable(f"no network namespaces here: {_because(error)}") from error
+            yield nodes
+        finally:
+            for name in (*names, switch):
+                with contextlib.suppress(OSError, subprocess.SubprocessError):
+                    for pid in ip("netns", "pids", name).split():
+                        kill(int(pid))
+                    ip("netns", "delete", name)
 
 
-def _joined(names: tuple[str, str]) -> tuple[Node, Node]:
-    links = [f"fs{os.getpid()}{side}" for side in "ab"]
-    addresses = ["192.0.2.1", "192.0.2.2"]  # set aside for examples: nobody's own network
-    for name in names:
+def _made(switch: str, names: Sequence[str], holders: contextlib.ExitStack) -> list[Node]:
+    for name in (switch, *names):
         ip("netns", "add", name)
-    ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", links[1], "netns", names[1])
+    ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    ip("-n", switch, "link", "set", "bridge", "up")
     nodes = []
-    for name, link, address in zip(names, links, addresses, strict=True):
+    for index, name in enumerate(names):
+        side, link = name[-1], f"fs{os.getpid()}{name[-1]}"
+        ip("link", "add", link, "netns", name, "type", "veth", "peer", "name", f"to-{side}", "netns", switch)
+        ip("-n", switch, "link", "set", f"to-{side}", "master", "bridge", "up")
+        address = f"192.0.2.{index + 1}"  # set aside for examples: nobody's own network
         ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
         ip("-n", name, "link", "set", link, "up")
         ip("-n", name, "link", "set", "lo", "up")
-        nodes.append(Node(_inside(name, f"node-{name[-1]}"), address, link, name))
-        _run([*nodes[-1].enter, "true"])
-    return nodes[0], nodes[1]
+        holder = holders.enter_context(_held(name, f"node-{side}"))
+        nodes.append(Node(_inside(holder), address, link, name, holder))
+    return nodes
 
 
-def _inside(namespace: str, hostname: str) -> tuple[str, ...]:
-    # A host has its own /dev/shm, where ranks of one host leave their records, and its own name.
-    own = f'mount -t tmpfs none /dev/shm && hostname {hostname} && exec "$@"'
-    return (_program("ip"), "netns", "exec", namespace,
-            "unshare", "--mount", "--uts", "sh", "-c", own, "sh")  # fmt: skip
+@contextlib.contextmanager
+def _held(namespace: str, hostname: str) -> Iterator[int]:
+    """A process that keeps what a host has of its own: its /dev/shm, where ranks leave records, its name."""
+    own = f"mount -t tmpfs none /dev/shm && hostname {hostname} && echo made && exec sleep infinity"
+    command = [_program("ip"), "netns", "exec", namespace, "unshare", "--mount", "--uts", "sh", "-c", own]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            if process.stdout.readline() != "made\n":
+                raise OSError(process.stderr.read())
+            yield process.pid
+        finally:
+            process.kill()
 
 
-def shape(nodes: Sequence[Node], bits_per_s: float, lossy: bool = False) -> None:
+def _inside(holder: int) -> tuple[str, ...]:
+    spaces = ("--net", "--mount", "--uts", f"--wdns={os.getcwd()}")
+    return (_program("nsenter"), "--target", str(holder), *spaces, "--")
+
+
+def processes(node: Node) -> list[int]:
+    """Those in it, other than the one that holds it."""
+    assert node.namespace is not None, "loopback is shared by all"
+    return [pid for pid in map(int, ip("netns", "pids", node.namespace).split()) if pid != node.holder]
+
+
+def shared_memory(node: Node) -> list[str]:
+    """The files in its /dev/shm."""
+    return _run([*node.enter, "find", "/dev/shm", "-mindepth", "1"]).split()
+
+
+def shape(nodes: Sequence[Node], bits_per_s: float, lossy: bool = False, burst: int = 0) -> None:
     """Let no node send faster than that from now on.
 
-    Half a millisecond's worth may pass at once: with less the kernel's timers cannot keep up, with much more
-    small messages would not feel the link. The queue holds 100 ms, so that TCP fills the link.
+    Half a millisecond's worth may pass at once, or `burst` bytes: with less the kernel's timers cannot keep
+    up, with much more small messages would not feel the link. The queue holds 100 ms, so that TCP fills the
+    link.
 
     A lossy link has no queue: what does not pass at once is lost, and TCP sends it again.
     """
-    burst = max(32 * 1024, round(bits_per_s / 8 / 2000))
+    burst = burst or max(32 * 1024, round(bits_per_s / 8 / 2000))
     queue = ["limit", f"{burst}b"] if lossy else ["latency", "100ms"]
     rate = ["rate", f"{round(bits_per_s)}bit", "burst", f"{burst}b", *queue]
     try:
@@ -112,6 +143,16 @@ def cut(node: Node) -> None:
     """Take its link down: nothing arrives any more, and nobody is notified of it."""
     assert node.namespace is not None, "loopback is not cut"
     ip("-n", node.namespace, "link", "set", node.interface, "down")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
+    """A file system of its own for a folder, seen by the nodes that are connected inside."""
+    _run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(folder)])
+    try:
+        yield
+    finally:
+        _run(["umount", "--lazy", str(folder)])
 
 
 def ip(*words: str) -> str:

@@ -512,6 +512,9 @@ def _forget(settings: Settings) -> None:
             if host_group := sys.modules.get("fullshard.comm.host_group"):
                 host_group.forget_first_groups()
             torch.distributed.destroy_process_group()
+    # A group whose making failed is counted: the next one would have another name than on the other ranks,
+    # which would wait for each other for good.
+    torch.distributed.distributed_c10d._world.group_count = 0
     gc.collect()  # now: what still holds a group would keep its threads through the next run, frozen for good
     if has_models():
         gc.collect()  # what an error's frames hold may go in a second round only
