@@ -194,6 +194,10 @@ ALL = (
     Contender(
         "fullshard", "hybrid", partial(fullshard, strategy="hybrid", wire=BF16), "bf16 gradients", nodes=True
     ),
+    Contender(
+        "fullshard", "hybrid, bf16 across",
+        partial(fullshard, strategy="hybrid", wire=BF16, across=BF16), "bf16 gradients", nodes=True,
+    ),
     *(
         Contender(
             "fullshard", f"{strategy}, 8 bits across",
@@ -209,8 +213,16 @@ ALL = (
         "FSDP2", "keep, bf16 sums",
         partial(fsdp2, reshard=False, param_dtype=BF16, reduce_dtype=BF16), "bf16",
     ),
+    Contender(
+        "HSDP", "keep, bf16 sums",
+        partial(fsdp2, reshard=False, hybrid=True, param_dtype=BF16, reduce_dtype=BF16), "bf16", nodes=True,
+    ),
     Contender("fullshard", "zero3", partial(fullshard, strategy="zero3", compute=BF16), "bf16"),
     Contender("fullshard", "zero2", partial(fullshard, strategy="zero2", compute=BF16), "bf16"),
+    Contender(
+        "fullshard", "hybrid, bf16 across",
+        partial(fullshard, strategy="hybrid", compute=BF16, across=BF16), "bf16", nodes=True,
+    ),
 )  # fmt: skip
 
 
