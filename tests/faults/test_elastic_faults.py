@@ -25,7 +25,7 @@ import namespaces
 from namespaces import Node
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
-AT, STEPS, STALL_S = 6, 12, 12
+AT, BACK, STEPS, STALL_S = 6, 8, 12, 12  # BACK: from here on all hosts that come back are there
 PER_HOST = 2  # agents, of one rank each
 PORT = 29400
 
@@ -45,7 +45,8 @@ UNIT = r".*(of the root unit|of unit|'\w+')"
 GONE = "Stalled: .*rank {rank} on {host}: process has exited" + UNIT
 STANDS = r"has waited \d+ s in \w+ of (the root )?unit.*Late: .*rank {rank} on {host}.*"
 STOPPED = STANDS + "(stopped by a signal|not heard of)"
-SILENT = "rank {rank} on {host}: this host was not heard of" + UNIT
+NAMED = r"ranks? (\d+, )*{rank}(, \d+)* on {host}: "
+SILENT = rf"({NAMED}this host was not heard of{UNIT}|in \w+ of (the root )?unit.*{NAMED}nothing was heard)"
 FAULTS = [
     Fault("kill", GONE),
     Fault("stop", STOPPED),
@@ -67,10 +68,11 @@ class Run:
         count = PER_HOST * len(nodes)
         happens = fault.kind if fault.kind in ("kill", "stop", "raise", "loop") else "mark"
         self.mark = folder / f"happened-{happens}-{AT}"
-        words = ["--elastic", f"{count - PER_HOST}:{count}", "--rounds", str(folder / "rounds.jsonl")]
+        least = max(count - PER_HOST, count // 2 + 1) if fault.kind == "cut link" else count - PER_HOST
+        words = ["--elastic", f"{least}:{count}", "--rounds", str(folder / "rounds.jsonl")]
         words += ["--rdzv-endpoint", f"{nodes[0].address}:{PORT}", "--nproc-per-node", "1"]
         words += [elastic_train.__file__, str(folder / "run"), str(STEPS)]
-        words += [json.dumps([[AT, victim, happens]])]
+        words += [json.dumps([[AT, victim, happens], [BACK, 0, "wait back"]])]
         self.agents = [Host(node, folder, words, number) for node in nodes for number in range(PER_HOST)]
 
     def wait(self, what: str, done: Callable[[], object]) -> None:
@@ -101,11 +103,17 @@ def _happens(kind: str, host: Node, fill: Path) -> None:
                 file.write(bytes(4096))
 
 
-def _ends_well_again(kind: str, host: Node, fill: Path) -> None:
-    if kind == "cut link":
-        namespaces.ip("-n", str(host.namespace), "link", "set", host.interface, "up")
-    if kind == "full disk":
+def _ends(run: Run, node: Node, host: str, fill: Path) -> None:
+    """What came from outside. A link is up again when the others have given the host up."""
+    if run.fault.kind == "cut link":
+        run.wait("without it", lambda: re.search("round 2: 4 ranks|needs 3", run.text(without=host)))
+        namespaces.ip("-n", str(node.namespace), "link", "set", node.interface, "up")
+        there = re.compile("a round is running, which will make room|round 2: 4 ranks")
+        own = [agent for agent in run.agents if _is(agent.node, host)]
+        run.wait("back", lambda: all(there.search(agent.text) for agent in own))
+    if run.fault.kind == "full disk":
         fill.unlink()
+    (run.folder / "back").touch()
 
 
 def _survive(run: Run, victim: int) -> str:
@@ -122,7 +130,7 @@ def _survive(run: Run, victim: int) -> str:
     pattern = fault.named.format(rank=victim, host=host)
     run.wait(f"named as {pattern!r}", lambda: re.search(pattern, run.text(without=host)))
     named_s = time.time() - at
-    _ends_well_again(fault.kind, node, fill)
+    _ends(run, node, host, fill)
     there = [agent for agent in run.agents if fault.comes_back or not _is(agent.node, host)]
     codes = [agent.wait() for agent in there]
     assert codes == [0] * len(there), f"{codes}\n{run.text()}"

@@ -45,7 +45,7 @@ CASES: dict[str, Expected] = {
     "sleep": Expected(LATE + IDLE + r".*in sleeps: time.sleep", "nothing moved"),
     "input": Expected(LATE + IDLE + r".*in asks: input\(\)", "nothing moved"),
     "short sleep": Expected(LATE + IDLE + r".*in sleeps: time.sleep"),
-    "late for shard": Expected("rank 0 .*has waited .*rank 1 has not come to this call yet"),
+    "late for shard": Expected("rank 0 .*has waited .*rank 1 on .*: not come to this call yet"),
     "quiet before a save": Expected(r"rank 1 .*has waited .*\(save, .*Late: rank 0 .*" + IDLE),
     "leaves": Expected(error="rank 1: (process has exited|has left)"),
     "exits": Expected(error=GONE),

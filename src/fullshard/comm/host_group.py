@@ -36,7 +36,7 @@ from fullshard.environment import launch, own_host_name
 
 _CHANNEL = "control"
 _PIECE_BYTES = 16 * 2**20  # of what one rank sends another at a time
-_SECRET = OpTag("agreement", "shard", 0)
+_FIRST = OpTag("agreement", "shard", 0)
 _CREATION_S = 30.0  # at least, however short the limit for a stall is
 # For ranks that have not come to fs.shard yet: they may load or download a model first. torch waits as long.
 _ARRIVAL_S = 1800.0
@@ -303,7 +303,8 @@ def first_group(members: list[int]) -> HostGroup:
     known = _first_groups.get(key)
     if known is None or known[0] is not world:
         _first_groups[key] = known = world, HostGroup(members, "shard", use_default=True)
-        run_secrets.remember(members, known[1].broadcast_object(run_secrets.propose(), _SECRET))
+        proposal = run_secrets.propose(known[1].index == 0)
+        run_secrets.remember(members, known[1].all_gather_object(proposal, _FIRST))
     return known[1]
 
 

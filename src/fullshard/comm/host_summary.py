@@ -19,7 +19,7 @@ import hmac
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -290,6 +290,11 @@ class RemotePeer:
         return found is not None and bool(found.members >> rank & 1)
 
 
+def ranks_on(ranks: Sequence[int], host: str) -> str:
+    """As errors name them; the first sixteen."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:16]))} on {host}"
+
+
 def silent_hosts(peers: Iterable[RemotePeer]) -> list[str]:
     """In a sentence each: the hosts of these ranks that are not heard of, with their ranks."""
     by_host: dict[str, list[RemotePeer]] = {}
@@ -298,12 +303,11 @@ def silent_hosts(peers: Iterable[RemotePeer]) -> list[str]:
             by_host.setdefault(peer.host, []).append(peer)
     texts = []
     for host, silent in sorted(by_host.items(), key=lambda item: item[1][0].row.place.rank)[:8]:
-        ranks = ", ".join(str(peer.row.place.rank) for peer in silent[:16])
         seconds = max(peer.silent_s for peer in silent)
         last = silent[0].row.place
-        word = "ranks" if len(silent) > 1 else "rank"
+        ranks = [peer.row.place.rank for peer in silent]
         texts.append(
-            f"{word} {ranks} on {host}: this host was not heard of for {seconds:.0f} s "
+            f"{ranks_on(ranks, host)}: this host was not heard of for {seconds:.0f} s "
             f"(it is down, its processes are stopped or gone, or the link is cut); "
             f"at last rank {last.rank} was {last.doing}"
         )

@@ -35,7 +35,7 @@ from fullshard.environment import host_name
 
 WAITED_S = 2.0  # of any rank of this host: then the others are read
 _TAKE_OVER_S = 2.5  # after the last sign of a publisher
-_FIRST_READ_S, _SELDOM_S = 2.0, 60.0  # while nothing is stuck: to know who is where, and how clocks differ
+_FIRST_READ_S, _SELDOM_S = 1.0, 60.0  # while nothing is stuck: to know who is where, and how clocks differ
 _MOST_PUBLISHERS = 10_000
 _MOST_STACKS = 4
 _CLOCK_SAMPLES = 16

@@ -156,7 +156,7 @@ def _look_at_device(recorder: FlightRecorder, state: _Watch) -> None:
         return
     state.next_device_warning_s *= 2
     standings = standing.standings(recorder, stuck.channel, stuck.number)
-    late = "".join(f"; late: {text}" for text in standing.late_texts(recorder, standings, {}))
+    late = "".join(f"; late: {text}" for text in standing.late_texts(recorder, stuck.channel, standings, {}))
     _log.warning(
         "rank %d on %s: %s%s", recorder.rank, host_name(), _device_text(recorder, stuck.seconds), late
     )

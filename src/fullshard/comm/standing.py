@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fullshard.comm import run_secrets
 from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.host_summary import silent_hosts
+from fullshard.comm.host_summary import ranks_on, silent_hosts
 from fullshard.comm.recorder_files import Note, Peer, Place, cpu_time, process_state
 from fullshard.environment import host_name, launch
 
@@ -88,14 +89,38 @@ def standings(recorder: FlightRecorder, channel: str, number: int) -> dict[int, 
     return found
 
 
-def late_texts(recorder: FlightRecorder, now: dict[int, Standing], earlier: dict[int, Standing]) -> list[str]:
+def late_texts(
+    recorder: FlightRecorder, channel: str, now: dict[int, Standing], earlier: dict[int, Standing]
+) -> list[str]:
     """Who holds up the operation, in a sentence each; hosts that are not heard of, with all their ranks."""
     late = [standing for standing in now.values() if standing.late]
     texts = [s.describe(earlier.get(s.place.rank)) for s in late if not s.silent]
     if len(texts) > _MOST_NAMED:
         texts = [*texts[:_MOST_NAMED], f"and {len(texts) - _MOST_NAMED} more ranks"]
     remote = [recorder.remote.get(s.place.rank) for s in late if s.silent]
-    return texts + silent_hosts(peer for peer in remote if peer is not None)
+    texts += silent_hosts(peer for peer in remote if peer is not None)
+    unknown = _unknown_texts(recorder, channel, now)
+    if unknown and recorder.store_unreachable and recorder.store_unreachable not in texts:
+        texts.append(recorder.store_unreachable)
+    return texts + unknown
+
+
+def _unknown_texts(recorder: FlightRecorder, channel: str, now: dict[int, Standing]) -> list[str]:
+    """Ranks that left no sign: they have not come yet, or their host was lost before its first summary."""
+    hosts = run_secrets.hosts(recorder.members)
+    if not hosts and launch().local_ranks == launch().ranks:
+        hosts = [host_name()] * recorder.ranks
+    if not hosts:
+        return []
+    unknown: dict[str, list[int]] = {}
+    for rank in sorted(recorder.others(channel) - now.keys()):
+        unknown.setdefault(hosts[rank], []).append(rank)
+    heard = {host_name(), *(hosts[rank] for rank in now)}
+    return [
+        f"{ranks_on(ranks, host)}: "
+        + ("not come to this call yet" if host in heard else "nothing was heard of this host yet")
+        for host, ranks in list(unknown.items())[:_MOST_NAMED]
+    ]
 
 
 def warning(
@@ -113,15 +138,12 @@ def warning(
         return None  # the first rank of this host that waits reports it, for all
     who = f"rank {place.rank} (pid {place.pid} on {host_name()})"
     here = f"{who} has waited {waited_s:.0f} s in {place.operation}"
-    texts = late_texts(recorder, now, earlier)
-    absent = sorted(recorder.others(place.channel) - now.keys())
-    if absent and launch().local_ranks == launch().ranks:  # all on this host, so these have not come yet
-        texts += [f"rank {rank} has not come to this call yet" for rank in absent[:8]]
+    texts = late_texts(recorder, place.channel, now, earlier)
     if texts:
         return f"{here}. Late: " + "; ".join(texts)
     if recorder.rank > 0 or waited_s < QUIET_S:
         return None
-    if not absent:
+    if not recorder.others(place.channel) - now.keys():
         return f"{here}: all ranks take part in it, and the data is not there yet"
     return f"{here}: the ranks of this host take part in it, some on other hosts do not; see their output"
 

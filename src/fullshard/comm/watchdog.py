@@ -200,7 +200,7 @@ class Watchdog:
             verdict = self._after_failure(error, channel, number)
         waited = time.monotonic() - begun
         if verdict is None and (failed or waited > self._limit_s(channel, number)):
-            late = late_texts(self.recorder, standings(self.recorder, channel, number), {})
+            late = late_texts(self.recorder, channel, standings(self.recorder, channel, number), {})
             verdict = f"nothing moved for {waited:.0f} s" + "".join(f"; late: {text}" for text in late)
             remedy = _REMEDY + _PATIENCE
         if verdict is None:
