@@ -1,4 +1,4 @@
-"""Training with values in host memory: fullshard beside FSDP2's CPUOffloadPolicy, on one GPU.
+"""Training with values in host memory: fullshard beside FSDP2's CPUOffloadPolicy and DeepSpeed, on one GPU.
 
     make bench-offload    (or: python bench/offload.py --rows 1b 4b --engines "host" "FSDP2")
 
@@ -8,6 +8,8 @@ in the time of the next. "clip ms" and "step() ms" are what the host waits there
 backward of the bf16 model with no optimizer, recomputed where the row is: nobody can be faster without
 computing less. "of the bound" is the time that the values at rest on the host need on the link, at the rate
 measured with copies both ways at once, as a share of the step.
+
+DeepSpeed runs where it can be imported and can compile its AdamW for the host; it clips within its step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -68,18 +71,26 @@ ENGINES: dict[str, Any] = {
     "compute": None,
     "host": "host",
     "optimizer": "optimizer",
+    "moments": {"kinds": ("state",)},
     "host, overlap": {"overlap": True},
     "optimizer, overlap": {"kinds": ("master", "state"), "overlap": True},
     "9 GiB": {"device": "9GiB"},
+    "moments, overlap": {"kinds": ("state",), "overlap": True},
+    "5 GiB, overlap": {"device": "5GiB", "overlap": True},
     "9 GiB, overlap": {"device": "9GiB", "overlap": True},
+    "15 GiB, overlap": {"device": "15GiB", "overlap": True},
     "40 GiB": {"device": "40GiB"},
     "40 GiB, overlap": {"device": "40GiB", "overlap": True},
     "108 GiB": {"device": "108GiB"},
     "108 GiB, overlap": {"device": "108GiB", "overlap": True},
+    "108 GiB, overlap, large chunks": {"device": "108GiB", "overlap": True, "chunk": 2**25},
     "disk": {"host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "40 GiB, disk": {"device": "40GiB", "host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "FSDP2": None,
+    "DeepSpeed ZeRO-2": 2,
+    "DeepSpeed ZeRO-3": 3,
 }
+RIVALS = ("compute", "FSDP2", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 
 
 @dataclass(frozen=True)
@@ -136,12 +147,14 @@ def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
                 what.initialize(module)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
-    elif engine == "compute":
+    elif engine == "compute" or engine.startswith("DeepSpeed"):
         model = model.to(torch.bfloat16).to_empty(device=device)
         with torch.no_grad():
             model.apply(what.initialize)
         for block in blocks_of(model) if row.checkpoint else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if engine != "compute":
+            model = deepspeed(model, ENGINES[engine])
     else:
         given = ENGINES[engine]
         offload = fs.Offload(**given) if isinstance(given, dict) else given
@@ -166,6 +179,26 @@ def fsdp2(model: nn.Module) -> None:
     fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
 
 
+def deepspeed(model: nn.Module, stage: int) -> nn.Module:
+    """Optimizer state on the host, with ZeRO-3 parameters as well; AdamW runs on the host."""
+    import deepspeed
+
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed looks there
+    on_host = {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": on_host}
+    if stage == 3:
+        zero["offload_param"] = on_host
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+    }
+    engine: nn.Module = deepspeed.initialize(model=model, config=settings)[0]
+    return engine
+
+
 def run(row: Row, engine: str, steps: int) -> Figures:
     """In this process alone."""
     warnings.simplefilter("ignore")
@@ -179,7 +212,7 @@ def run(row: Row, engine: str, steps: int) -> Figures:
     begun = time.perf_counter()
     model, what, batch = build(row, engine)
     optimizer = None
-    if engine != "compute":
+    if engine not in RIVALS or engine == "FSDP2":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     start_s = 0.0
     for step in range(2):
@@ -195,13 +228,19 @@ def run(row: Row, engine: str, steps: int) -> Figures:
     loss = what.loss(model, batch).detach()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated()
-    link_s = None if engine in ("compute", "FSDP2") else link_bytes(model) / rate
+    link_s = None if engine in RIVALS else link_bytes(model) / rate
     return Figures(*shown, loss.item(), peak / 2**30, host / 2**30, start_s, link_s)
 
 
 def one_step(model: nn.Module, what: Any, batch: Any, optimizer: Any) -> tuple[float, float]:
     """Seconds that the host waits for clipping, and for the optimizer."""
-    what.loss(model, batch).backward()
+    loss = what.loss(model, batch)
+    if hasattr(model, "backward"):  # DeepSpeed's
+        model.backward(loss)
+        begun = time.perf_counter()
+        model.step()
+        return 0.0, time.perf_counter() - begun
+    loss.backward()
     if optimizer is None:
         model.zero_grad()
         return 0.0, 0.0
