@@ -42,7 +42,11 @@ class Fault:
 
 
 UNIT = r".*(of the root unit|of unit|'\w+')"
-GONE = "Stalled: .*rank {rank} on {host}: process has exited" + UNIT
+# By a rank that waited for it, or by the agents, if these have ended the others before.
+GONE = (
+    rf"(Stalled: .*rank {{rank}} on {{host}}: process has exited{UNIT}"
+    rf"|rank {{rank}} on {{host}} was ended by SIGKILL in step \d+, last in{UNIT})"
+)
 STANDS = r"has waited \d+ s in \w+ of (the root )?unit.*Late: .*rank {rank} on {host}.*"
 STOPPED = STANDS + "(stopped by a signal|not heard of)"
 NAMED = r"ranks? (\d+, )*{rank}(, \d+)* on {host}: "
@@ -108,7 +112,7 @@ def _ends(run: Run, node: Node, host: str, fill: Path) -> None:
     if run.fault.kind == "cut link":
         run.wait("without it", lambda: re.search("round 2: 4 ranks|needs 3", run.text(without=host)))
         namespaces.ip("-n", str(node.namespace), "link", "set", node.interface, "up")
-        there = re.compile("a round is running, which will make room|round 2: 4 ranks")
+        there = re.compile("a round is running, which will make room|round 2: [34] ranks")
         own = [agent for agent in run.agents if _is(agent.node, host)]
         run.wait("back", lambda: all(there.search(agent.text) for agent in own))
     if run.fault.kind == "full disk":

@@ -91,6 +91,8 @@ class Ending:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" in step {self.step}"
+        if self.code < 0 and self.doing:
+            at += f", last in {self.doing}"
         return f"rank {self.rank} on {self.host} {self.how}{at}"
 
 
