@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -51,17 +51,18 @@ STANDS = r"has waited \d+ s in \w+ of (the root )?unit.*Late: .*rank {rank} on {
 STOPPED = STANDS + "(stopped by a signal|not heard of)"
 NAMED = r"ranks? (\d+, )*{rank}(, \d+)* on {host}: "
 SILENT = rf"({NAMED}this host was not heard of{UNIT}|in \w+ of (the root )?unit.*{NAMED}nothing was heard)"
-FAULTS = [
+EXITS = f"Stalled: .*rank {{rank}} on {{host}}: (has left|process has exited){UNIT}"
+KINDS = [
     Fault("kill", GONE),
     Fault("stop", STOPPED),
-    Fault("raise", f"Stalled: .*rank {{rank}} on {{host}}: (has left|process has exited){UNIT}"),
+    Fault("raise", EXITS),
+    Fault("exit", EXITS),
     Fault("loop", STANDS + "computing, at .* in happen"),
     Fault("cut link", SILENT),
     Fault("full disk", "on {host}.* No space left"),
     Fault("host gone", f"({SILENT}|{GONE})", comes_back=False),
-    Fault("kill", GONE, lossy=True),
-    Fault("stop", STOPPED, lossy=True),
 ]
+FAULTS = [*KINDS, *(replace(fault, lossy=True) for fault in KINDS if fault.kind != "exit")]
 
 
 class Run:
@@ -70,7 +71,7 @@ class Run:
     def __init__(self, folder: Path, nodes: Sequence[Node], fault: Fault, victim: int) -> None:
         self.folder, self.nodes, self.fault = folder, nodes, fault
         count = PER_HOST * len(nodes)
-        happens = fault.kind if fault.kind in ("kill", "stop", "raise", "loop") else "mark"
+        happens = fault.kind if fault.kind in ("kill", "stop", "raise", "exit", "loop") else "mark"
         self.mark = folder / f"happened-{happens}-{AT}"
         least = max(count - PER_HOST, count // 2 + 1) if fault.kind == "cut link" else count - PER_HOST
         words = ["--elastic", f"{least}:{count}", "--rounds", str(folder / "rounds.jsonl")]

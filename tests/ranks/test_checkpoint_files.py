@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 import fullshard as fs
 import ranks
-from fullshard.checkpoint import files
+from fullshard.checkpoint import files, save
 from fullshard.checkpoint.commit import read_manifest
 from fullshard.checkpoint.format import manifest
 from fullshard.checkpoint.saving import job, writing
@@ -197,3 +199,35 @@ def _buffer_kept(folder: str) -> Any:
 def test_background_saves_use_one_host_buffer_again(tmp_path: Path) -> None:
     first, second = ranks.run(_buffer_kept, 1, str(tmp_path / "c"))[0]
     assert first == second
+
+
+def _full_host(folder: str) -> tuple[list[bool], list[str], dict[str, torch.Tensor]]:
+    """The second rank's host has room for nothing until the third save."""
+    model, ended = fs.shard(_model(), units=Block), []
+    with warnings.catch_warnings(record=True) as given, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(save, "free_bytes", lambda device: 64 if torch.distributed.get_rank() == 1 else 2**40)
+        for number in range(2):
+            saving = fs.save(f"{folder}-{number}", model, background=True)
+            ended.append(saving.done() and Path(f"{folder}-{number}").is_dir())
+            with torch.no_grad(), fs.full(model):
+                for parameter in model.parameters():
+                    parameter.zero_()
+    saving = fs.save(f"{folder}-2", model, background=True)
+    own = saving._thread is not None
+    saving.wait()
+    ended.append(own)
+    return ended, [str(w.message) for w in given if "fs.save" in str(w.message)], _whole(model)
+
+
+def test_background_save_without_room_for_copies_writes_before_it_returns_and_says_so_once(
+    tmp_path: Path,
+) -> None:
+    of_first, of_second = ranks.run(_full_host, 2, str(tmp_path / "c"))
+    assert of_first[0] == of_second[0] == [True, True, True]
+    assert len(of_first[1]) == 1
+    assert "a copy of what rank 1 saves would need" in of_first[1][0]
+    assert of_second[1] == []
+    saved = load_file(tmp_path / "c-0" / "model.safetensors")
+    assert all(bitwise(saved[name], value) for name, value in _model().named_parameters())
+    assert not any(v.any() for v in load_file(tmp_path / "c-1" / "model.safetensors").values())

@@ -23,6 +23,7 @@ from fullshard.checkpoint.saving.background import Saving, finish_earlier
 from fullshard.checkpoint.saving.compared import Checksums
 from fullshard.checkpoint.saving.contents import Contents
 from fullshard.checkpoint.saving.extra_values import ExtraValues
+from fullshard.checkpoint.saving.host_copy import HostCopy
 from fullshard.checkpoint.saving.job import Description, Job
 from fullshard.checkpoint.saving.peer_copies import PeerJob
 from fullshard.checkpoint.saving.writing import FilePlan, plan_files
@@ -32,7 +33,7 @@ from fullshard.elastic import reports
 from fullshard.elastic.keeper_places import own_places
 from fullshard.elastic.peer_ring import Spot, ring
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
-from fullshard.environment import host_name
+from fullshard.environment import free_bytes, host_name
 from fullshard.errors import OptionError, RankMismatch, StateError
 from fullshard.keywords import checked_keywords
 
@@ -95,7 +96,8 @@ def save(
     extra: plain values that fs.load returns, such as the step or scheduler.state_dict(); they may differ
         between ranks.
     background: return as soon as everything is copied to host memory, and write while training continues.
-        `.wait()` of the returned object waits; an error is raised there, or in the next save.
+        `.wait()` of the returned object waits; an error is raised there, or in the next save. Where host
+        memory has no room for the copies, write before returning, with a warning.
     keep_last: keep this many of the newest checkpoints in the parent folder, including this one; remove the
         others.
     dtype: of the model's floating-point parameters in the files; None stores them in the dtype at rest.
@@ -120,8 +122,9 @@ def save(
         lambda: _check_request(runtime, model, optimizer, extra, options), "checking what to save"
     )
     check_same_request([request.options for request in requests], "save")
+    beside = control.beside_training() if background or peers else None
     (saved, description), digests = control.share(
-        lambda: _collect(runtime, model, optimizer, (dtype, frozen)), "collecting what to save"
+        lambda: _collect(runtime, model, optimizer, (dtype, frozen), beside), "collecting what to save"
     )
     differing_keys = saved.compared.differing([of_rank.compared for of_rank in digests])
     optimizer_state.settle(saved, differing_keys)
@@ -130,13 +133,15 @@ def save(
     _add_own_values(runtime, saved, values, {name for name in own if own[name] != first.get(name)})
     plans = _agreed_plans(control, saved, [of_rank.tensors for of_rank in digests])
     target = Path(requests[0].options["path"])
-    control = control.beside_training() if background or peers else control
+    if not peers and _is_too_large_to_copy(control, digests):
+        beside = None
+    control = beside or control
     job = (PeerJob if peers else Job)(control, target, saved, values, plans, description, (keep_last, files))
     if isinstance(job, PeerJob):
         _arrange_copies(job, control, [request.spot for request in requests], peers)
-    if background or peers:
+    if beside is not None:
         job.copy_to_host()
-    saving = Saving(target, job.run, bool(background or peers))
+    saving = Saving(target, job.run, beside is not None)
     if any(request.leaves for request in requests):  # on all ranks alike: the run goes on from this save
         _leave_after(saving)
     return saving
@@ -249,6 +254,7 @@ class _Digests:
     tensors: str
     replicated: dict[str, int]
     compared: Checksums
+    short_bytes: int  # of host memory, for this rank's copies
 
 
 def _collect(
@@ -256,6 +262,7 @@ def _collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     of_model: tuple[torch.dtype | None, bool],
+    beside: ControlGroup | None,
 ) -> tuple[tuple[Contents, Description], _Digests]:
     (dtype, frozen), inline = of_model, _inline_bytes(runtime)
     saved = Contents(encoder=Encoder(inline, of_optimizer=True), shared=Encoder(inline, of_optimizer=True))
@@ -264,8 +271,32 @@ def _collect(
         optimizer_state.add_optimizer(saved, runtime, model, optimizer)
     tensors = hashlib.sha256(repr(_tensors(saved)).encode()).hexdigest()
     replicated = {name: contents.digest(value) for name, value in saved.replicated.items()}
-    digests = _Digests(tensors, replicated | contents.module_digests(saved), saved.compared.checksums())
+    short = 0 if beside is None else _short_bytes(beside, saved)
+    digests = _Digests(
+        tensors, replicated | contents.module_digests(saved), saved.compared.checksums(), short
+    )
     return (saved, _describe(runtime, model, dtype, frozen)), digests
+
+
+def _short_bytes(beside: ControlGroup, saved: Contents) -> int:
+    """What host memory lacks for copies of everything. A tenth of what is free stays so."""
+    copies = beside.host_copy or HostCopy()
+    missing = copies.missing_bytes([*saved.model, *saved.optimizer])
+    return max(0, missing - free_bytes(torch.device("cpu")) * 9 // 10)
+
+
+def _is_too_large_to_copy(control: ControlGroup, digests: list[_Digests]) -> bool:
+    """The same on all ranks. With values at rest in host memory, copies may take as much again."""
+    short = max(of_rank.short_bytes for of_rank in digests)
+    if short and control.is_first and "copies" not in control.notes:
+        control.notes.add("copies")
+        rank = next(rank for rank, of_rank in enumerate(digests) if of_rank.short_bytes == short)
+        warnings.warn(
+            f"fs.save(background=True) writes before it returns: a copy of what rank {rank} saves would need "
+            f"{short / 2**30:.1f} GiB more than its host has free.",
+            stacklevel=4,
+        )
+    return short > 0
 
 
 def _tensors(saved: Contents) -> dict[str, list[Tensor]]:

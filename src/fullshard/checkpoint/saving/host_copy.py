@@ -25,7 +25,7 @@ class HostCopy:
 
     def take(self, slices: Sequence[LocalSlice]) -> None:
         """Replace the values of these slices by copies, in the dtype in which they are stored."""
-        sizes = [round_up((s.stop - s.start) * s.tensor.dtype.itemsize, _ALIGN_BYTES) for s in slices]
+        sizes = _sizes(slices)
         devices = {s.values.device for s in slices if s.values.device.type == "cuda"}
         self._reserve(sum(sizes), locked=bool(devices))
         at = 0
@@ -36,8 +36,16 @@ class HostCopy:
         for device in devices:
             torch.cuda.synchronize(device)
 
+    def missing_bytes(self, slices: Sequence[LocalSlice]) -> int:
+        """What copies of these take beyond the buffer that is there."""
+        return max(0, sum(_sizes(slices)) - self._buffer.numel())
+
     def _reserve(self, size_bytes: int, locked: bool) -> None:
         if self._buffer.numel() >= size_bytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is allocated
         self._buffer = page_locked(size_bytes) if locked else unlocked(size_bytes)
+
+
+def _sizes(slices: Sequence[LocalSlice]) -> list[int]:
+    return [round_up((s.stop - s.start) * s.tensor.dtype.itemsize, _ALIGN_BYTES) for s in slices]
