@@ -51,6 +51,7 @@ STANDS = r"has waited \d+ s in \w+ of (the root )?unit.*Late: .*rank {rank} on {
 STOPPED = STANDS + "(stopped by a signal|not heard of)"
 NAMED = r"ranks? (\d+, )*{rank}(, \d+)* on {host}: "
 SILENT = rf"({NAMED}this host was not heard of{UNIT}|in \w+ of (the root )?unit.*{NAMED}nothing was heard)"
+LOST = rf"rank \d+ on {{host}} is lost, with its host in step \d+, last in{UNIT}"  # of any of its agents
 EXITS = f"Stalled: .*rank {{rank}} on {{host}}: (has left|process has exited){UNIT}"
 KINDS = [
     Fault("kill", GONE),
@@ -60,7 +61,7 @@ KINDS = [
     Fault("loop", STANDS + "computing, at .* in happen"),
     Fault("cut link", SILENT),
     Fault("full disk", "on {host}.* No space left"),
-    Fault("host gone", f"({SILENT}|{GONE})", comes_back=False),
+    Fault("host gone", f"({SILENT}|{GONE}|{LOST})", comes_back=False),
 ]
 FAULTS = [*KINDS, *(replace(fault, lossy=True) for fault in KINDS if fault.kind != "exit")]
 

@@ -192,3 +192,13 @@ def test_hosts_that_still_import_have_no_ranks_yet_unless_min_is_not_reached_wit
     assert offers_now([1, 1, 1], [True, True, False], Limits(2, 3)) == [1, 1, 0]
     assert offers_now([1, 1, 1], [True, False, False], Limits(2, 3)) == [1, 1, 1]
     assert offers_now([1, 1, 1], [True, True, False], Limits(2, 3), is_first=True) == [1, 1, 1]
+
+
+def test_a_rank_that_could_not_say_why_it_ended_is_named_with_its_last_operation() -> None:
+    doing = "gather of unit 'blocks.3' (forward, step 6, operation 41)"
+    killed, lost = ended(1, -9, step=6, doing=doing), ended(1, -9, step=6, doing=doing, with_host=True)
+    assert str(killed) == f"rank 1 on here was ended by SIGKILL in step 6, last in {doing}"
+    assert str(lost) == f"rank 1 on here is lost, with its host in step 6, last in {doing}"
+    raised = ended(1, 1, "ValueError: no", step=6, doing=doing)
+    assert str(raised) == "rank 1 on here failed: ValueError: no in step 6"
+    assert str(ended(1, -9, step=6)) == "rank 1 on here was ended by SIGKILL in step 6"

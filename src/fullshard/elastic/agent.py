@@ -439,7 +439,7 @@ class Agent:
             raise ConnectionError("not heard of")
         if now - self._beat >= BEAT_S:
             self._beat = now
-            self._link.send(kind="beat")
+            self._link.send(kind="beat", round=self._number, standing=self._standing())
         if self._nursery.ready != self._sent_ready:
             self._sent_ready = self._nursery.ready
             self._link.send(kind="ready", ready=self._sent_ready)
@@ -467,6 +467,10 @@ class Agent:
                 progress=self._progress(),
                 leaves=self._leaves_after(endings),
             )
+
+    def _standing(self) -> tuple[int | None, str]:
+        """Of the first rank, should this host be lost."""
+        return self._ranks.standing() if self._ranks.running else (None, "")
 
     def _progress(self) -> dict[str, Any]:
         known = self._ranks.progress()

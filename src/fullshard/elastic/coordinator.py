@@ -52,6 +52,8 @@ class Member:
     share: int = 0  # in the current round
     endings: list[Ending] | None = None  # of its ranks in this round, once all have ended
     progress: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None  # of its first rank, by its last beat
+    doing: str = ""  # likewise
 
     @property
     def busy(self) -> bool:
@@ -232,9 +234,9 @@ class Coordinator:
             self._strays[member.name] = ((member.link.address, member.port), self._strayed_s)
             self._hurries = True
         if member.busy and self._over is None:
-            known = member.progress
-            step, loaded = known.get("step"), known.get("loaded", "")
-            self._lost.append(Ending(first, member.host, -9, step=step, loaded=loaded, with_host=True))
+            loaded, step, doing = member.progress.get("loaded", ""), member.step, member.doing
+            lost = Ending(first, member.host, -9, step=step, loaded=loaded, doing=doing, with_host=True)
+            self._lost.append(lost)
             self._fail(f"{member.host} is lost")
 
     def _send(self, member: Member, **message: Any) -> None:
@@ -332,7 +334,10 @@ class Coordinator:
             member.ready = bool(message["ready"])
             self._welcome(member)
         elif message.get("round") != self._number:
-            return  # a beat, or of an earlier round
+            return  # of an earlier round
+        elif kind == "beat":
+            step, doing = message["standing"]
+            member.step, member.doing = None if step is None else int(step), str(doing)
         elif kind == "progress":
             self._note_progress(member, message["progress"])
         elif kind == "failed":
@@ -481,6 +486,7 @@ class Coordinator:
         plan = []
         for member, share in zip(members, given, strict=True):
             member.share, member.endings, member.progress = share, None, {}
+            member.step, member.doing = None, ""
             index = hosts.index(member) if share else 0
             plan.append({"first": first, "count": share, "host_index": index})
             first += share

@@ -203,7 +203,7 @@ class LocalRanks:
 
     def _end(self, place: int, code: int) -> Ending:
         rank, known = self._ranks[place], reports.read(self._folder, place)
-        where = self._places().get(rank.pid)
+        step, doing = self.standing(place)
         error, at_s = _error(rank.error_file)
         ending = Ending(
             rank.number,
@@ -211,22 +211,28 @@ class LocalRanks:
             code,
             error,
             at_s or time.time(),
-            known.step,
+            step,
             known.loaded,
             place,
             left=known.left,
-            doing="" if where is None or not where.number else where.operation,
+            doing=doing,
         )
         if place in self._killed and code < 0:
             ending = replace(ending, stopped=True)
-        if known.step is None and where is not None and where.number:
-            ending = replace(ending, step=where.step)
         rank.ending = ending
         if not self.running:
             self._killed = set()
             self._logs.end()
             remove_abandoned(records_parent(), records_prefix())
         return ending
+
+    def standing(self, place: int = 0) -> tuple[int | None, str]:
+        """The step of a rank, and the operation in which it is or was last."""
+        step = reports.read(self._folder, place).step
+        where = self._places().get(self._ranks[place].pid)
+        if where is None or not where.number:
+            return step, ""
+        return where.step if step is None else step, where.operation
 
     def endings(self) -> list[Ending]:
         return [rank.ending for rank in self._ranks if rank.ending is not None]
