@@ -179,6 +179,34 @@ def test_a_step_reads_ahead_no_further_than_it_has_buffers(tmp_path: Path) -> No
     ranks.run(_in_many_chunks, 1, tmp_path)
 
 
+class Turned(Net):
+    """With fewer complex elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.tensor([1.0 + 0.5j]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.turn.abs()
+
+
+def _complex_norms() -> list[list[float]]:
+    found = []
+    for strategy in ("zero3", "replicate"):
+        for offload in (None, "host"):
+            model = engines.shard_blocks(engines.build(Turned), strategy=strategy, offload=offload)
+            engines.loss_of(model, engines.batch(0, my_rank())).backward()
+            found.append([float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)) for _ in range(2)])
+            ranks.end_groups_of_models()
+    return found
+
+
+def test_norms_of_complex_gradients_are_known_before_they_leave_for_the_host() -> None:
+    for zero3, zero3_away, replicate, replicate_away in ranks.run(_complex_norms, 2):
+        assert zero3 == zero3_away
+        assert replicate == replicate_away
+
+
 def _read_behind_a_step() -> None:
     model = engines.shard_blocks(engines.build(Net), offload=fs.Offload(overlap=True))
     optimizer = OPTIMIZERS["AdamW"](model.parameters())

@@ -111,7 +111,8 @@ class LaneGradients:
         ]
         filled = [part for part in parts if part.numel()]
         norms = iter(torch._foreach_norm(filled) if filled else ())
-        return [next(norms) if part.numel() else part.new_zeros(()) for part in parts]
+        real = staged.dtype.to_real()  # a norm is, of complex gradients too
+        return [next(norms) if part.numel() else part.new_zeros((), dtype=real) for part in parts]
 
     # ---- what AwayGradients ask
 
