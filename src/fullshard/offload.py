@@ -63,11 +63,9 @@ class Offload:
             value = getattr(self, name)
             if not (value == "auto" or (name == "host" and value is None)):
                 object.__setattr__(self, name, _bytes(name, value))
-        if self.disk is not None and (
-            not isinstance(self.disk, str | os.PathLike) or not os.fspath(self.disk)
-        ):
+        if self.disk is not None and not _is_path(self.disk):
             raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
-        if not isinstance(self.kinds, tuple) or not self.kinds or set(self.kinds) - set(KINDS):
+        if not isinstance(self.kinds, tuple) or not self.kinds or any(k not in KINDS for k in self.kinds):
             raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")
         if not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1:
             raise OptionError(f"Offload.chunk is {self.chunk!r}", "Give a number of elements.")
@@ -80,6 +78,11 @@ class Offload:
                 "Offload.overlap is True and Offload.step is 'host'",
                 "A step on the host is over when it returns: leave out one of them.",
             )
+
+
+def _is_path(value: Any) -> bool:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(path, str) and path != "" and "\0" not in path
 
 
 def _bytes(name: str, value: Any) -> int:

@@ -31,9 +31,16 @@ CAST, PLAIN = LaneBytes(20, 40, 40, 80, 10), LaneBytes(40, 0, 40, 80, 10)
 EVERYTHING = LaneHomes("host", "host", "host", "host")
 
 
-def test_a_disk_without_a_name_is_refused() -> None:
+@pytest.mark.parametrize("disk", ["", "scratch\0", b"scratch", 3])
+def test_a_disk_without_a_usable_name_is_refused(disk: Any) -> None:
     with pytest.raises(OptionError, match="path of a folder"):
-        Offload(disk="")
+        Offload(disk=disk)
+
+
+@pytest.mark.parametrize("kinds", [(), "state", ["state"], ("states",), (["state"],), None])
+def test_kinds_that_there_are_not_are_refused_by_name(kinds: Any) -> None:
+    with pytest.raises(OptionError, match="Give a tuple of compute, master, gradients, state"):
+        Offload(kinds=kinds)
 
 
 def test_without_a_limit_everything_stays_on_the_device() -> None:
