@@ -65,6 +65,9 @@ _GLOBAL: dict[type[Optimizer], str] = {
 }
 _PLAIN = {int, float, bool, type(None)}  # settings that ranks compare
 _DECLARATION = "fullshard_step"  # an attribute of an optimizer or its class
+_HOOKED_STEP = getattr(
+    Optimizer.profile_hook_step(lambda: None), "__code__", None
+)  # torch's code around steps
 _HOOK = "fullshard"  # the key of ours among an optimizer's hooks, which torch numbers
 
 
@@ -143,6 +146,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     if _is_inside(optimizer):
         return None
+    _refuse_inside_chunks(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     known = _known(optimizer, callable(closure))
     live = [runtime for reference in known.runtimes if (runtime := reference()) is not None]
@@ -153,6 +157,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         after = functools.partial(_closed, closure, live, optimizer, known)
         if known.owned is not None:  # some look at gradients of the step before first
             known.owned.run(_raw_step(optimizer), in_one=True)
+            known.owned.waits_for_closure = True
         return ((args[0], after, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": after})
     _require_gradients(live)
     _note_gradients(known, live)
@@ -260,21 +265,65 @@ def _guard(step: Any) -> None:
 
 
 def _is_inside(optimizer: Optimizer) -> bool:
-    """Whether it steps inside another's step, or its class inside that of a subclass, on the entire tensors
-    that are shown there."""
-    if not OwnedStep.num_shown:
+    """Whether its class steps inside the step of a subclass, or it steps inside that of another optimizer on
+    the entire tensors that are shown there, or will be when a closure has run."""
+    callers = _callers()
+    if optimizer in callers:
+        return True
+    owned = [(outer, known.owned) for outer, known in _checked.items() if known.owned is not None]
+    around = [step for outer, step in owned if _is_around(outer, step, optimizer, callers)]
+    if not around:
         return False
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(not held.isdisjoint(step.by_parameter) for step in around)
+
+
+def _is_around(outer: Optimizer, step: OwnedStep, inner: Optimizer, callers: list[Optimizer]) -> bool:
+    if step.is_shown and (outer is not inner or step.inside):
+        return True
+    return step.waits_for_closure and outer in callers
+
+
+def _callers() -> list[Optimizer]:
+    """Optimizers in whose step this one steps, and itself, if its step has called that of a base class: torch
+    has put its hooks around the step of each class of which an optimizer was made."""
+    found: list[Any] = []
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code is _HOOKED_STEP:
+            found.append(frame.f_locals.get("self"))
+    return found[1:]
+
+
+def _refuse_inside_chunks(optimizer: Optimizer) -> None:
+    """An optimizer that another one calls for each chunk would keep a state of chunks."""
+    outer = StreamedStep.under_way
+    if outer is not None and outer.holds(p for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} steps inside the step of {outer.name}, which runs on chunks of the "
+            "same parameters (offload=, state='8bit')",
+            f"Keep it as an attribute of {outer.name}, which then steps on what rests; step one after the "
+            "other; or leave out offload= and state=.",
+        )
+
+
+def _wraps_another(optimizer: Optimizer) -> bool:
+    """Whether it has an optimizer inside that holds some of its parameters: the step of that one is streamed,
+    and what this one does besides is done with values where they rest."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(
-        (outer is not optimizer or known.owned.inside)
-        and known.owned.is_shown
-        and not held.isdisjoint(known.owned.by_parameter)
-        for outer, known in _checked.items()
-        if known.owned is not None
+        id(p) in held
+        for value in vars(optimizer).values()
+        for inner in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(inner, Optimizer) and inner is not optimizer
+        for group in inner.param_groups
+        for p in group["params"]
     )
 
 
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
+    if _wraps_another(optimizer):
+        return None
     lanes, offloads = [], []
     for runtime in runtimes:
         if any(lane.streams_steps for lane in runtime.lanes):
@@ -382,6 +431,7 @@ def _end_step(optimizer: Optimizer) -> None:
     if known is not None and known.streamed is not None:
         known.streamed.finish()
     if known is not None and known.owned is not None:
+        known.owned.waits_for_closure = False
         known.owned.finish()
     if known is not None and known.muon is not None:
         known.muon.finish()
@@ -531,6 +581,7 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
                 raise _refused(wrapper, verdict.finding, None, placed, in_parts=True)
     elsewhere = _is_elsewhere(optimizer, runtimes)
     in_chunks = any(lane.streams_steps for _, lane, _ in _sharded_places(optimizer, runtimes))
+    steps_in_chunks = in_chunks and not _wraps_another(optimizer)
     declared, bucketed = _declared(optimizer, runtimes), not is_compiled_call()
     if declared is not None and getattr(optimizer, _DECLARATION, None) is None and not elsewhere:
         bucketed &= _check_request(optimizer, declared, placed, closure, modules)
@@ -550,7 +601,7 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
         raise _refused(optimizer, _GLOBAL[type(optimizer)], None, placed, elsewhere, in_chunks)
     verdict = try_on_shards(optimizer, placed, closure, modules)
     on_shards = _Mode("element-wise", plain_gradients=verdict.plain_gradients or is_compiled_call())
-    if verdict.finding is None and in_chunks:
+    if verdict.finding is None and steps_in_chunks:
         _check_chunks(optimizer, placed, closure, modules)
     if verdict.finding is None and not (verdict.sums or verdict.in_blocks):
         return on_shards
@@ -559,7 +610,7 @@ def _mode(optimizer: Optimizer, runtimes: Iterable[Runtime], closure: bool) -> _
     owned = try_owned(optimizer, placed, closure, modules) if not elsewhere else None
     if owned is not None and owned.finding is None:
         return _Mode("owned", bucketed=owned.bucketed and not is_compiled_call())
-    if verdict.sums and in_chunks:
+    if verdict.sums and steps_in_chunks:
         raise OptimizerError(
             f"{type(optimizer).__name__} takes norms of gradients, and with offload= or state='8bit' it "
             "steps on chunks of them",

@@ -456,6 +456,7 @@ class OwnedStep:
         self._shown: _Exchange | None = None
         self._returning: list[_Exchange] = []  # sent back, not arrived yet
         self.inside = 0  # calls of the optimizer's own code that run now
+        self.waits_for_closure = False  # gradients are shown when that has run
         self._failure: Failure | None = None  # of this rank, in this step
         self._failed = False  # whether any owner has failed
 

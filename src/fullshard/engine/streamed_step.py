@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -197,6 +197,8 @@ def _disk_homes(lane: Lane) -> list[DiskHome]:
 class StreamedStep:
     """The streamed part of the steps of one optimizer."""
 
+    under_way: StreamedStep | None = None  # of this process
+
     def __init__(
         self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int, on_host: bool, overlap: bool
     ) -> None:
@@ -237,6 +239,13 @@ class StreamedStep:
         assert optimizer is not None
         return optimizer
 
+    @property
+    def name(self) -> str:
+        return type(self._optimizer).__name__
+
+    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return any(p in self._places for p in parameters)
+
     def put_state(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
         """A state that was loaded, as it rests between steps: encoded, if it rests in blocks."""
         span, index = self._places.get(parameter, (None, 0))  # type: ignore[call-overload]
@@ -263,12 +272,14 @@ class StreamedStep:
             parameter.grad = None
         for lane in self._lanes:
             lane.follow_edits()
+        StreamedStep.under_way = self
         try:
             if self._disk:
                 self._run_on_disk(before, step)
             with self._beside(before):
                 self._run(self._in_memory, before, step)
         finally:
+            StreamedStep.under_way = None
             for parameter, gradient in others:
                 parameter.grad = gradient
         for lane in self._lanes:
