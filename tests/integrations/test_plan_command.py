@@ -72,6 +72,7 @@ PUBLISHED = {  # parameters, as the models' own pages count them
 }
 SHORT = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1024}
 SHORT |= {"num_key_value_heads": 2, "intermediate_size": 512, "max_position_embeddings": 256, "head_dim": 32}
+HEADS = {"num_attention_heads": 4, "intermediate_size": 64}
 SHAPE = sizes.Shape(3, 256, 8, 2, 512, 1024, 256)
 # What transformers builds, and the shape by which a size of that kind is planned.
 KINDS: dict[str, tuple[dict[str, Any], sizes.Shape]] = {
@@ -646,6 +647,7 @@ def test_buffers_masks_of_dropout_and_what_the_model_returns_count(tmp_path: Pat
         (("{own}:make", "--choose", "--save", "{empty}/no/plan.json"), "No such file or directory"),
         (("{own}:make", "--largest-batch"), "returns its own batch"),
         (("{words}",), "the config is refused: "),
+        (("{several}",), "knows no model_type ['llama']"),
         (("{quantised}",), "quantization_config"),
         (("{own}:looking",), "does not run without values"),
         (("{own}:raising",), f"fails: ValueError: no such width (own.py, line {_line('raise ValueError')})"),
@@ -694,6 +696,7 @@ def test_wrong_request_is_one_line_with_its_remedy(
         "broken.py": "import torch\ndef make(\n",
         "importing.py": "import no_such_module\n",
         "words": '{"model_type": "llama", "hidden_size": "big"}',
+        "several": '{"model_type": ["llama"]}',
         "quantised": '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
     }
     for name, text in texts.items():
@@ -827,6 +830,13 @@ def test_plan_is_near_what_a_run_allocates() -> None:
 # --- time, and choosing -----------------------------------------------------------------------------------
 
 H100 = ("--gpu", "h100", "--ranks", "16", "--node-ranks", "8", "--link", "12GB/s", "--batch", "1")
+
+
+def test_the_loss_of_a_function_s_model_may_be_in_a_dict(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN.replace("return x.square().mean()", "return {'loss': x.square().mean()}"))
+    assert "'loss'" in own.read_text()
+    assert asked(f"{own}:make")[0] == 0
 
 
 @pytest.fixture
@@ -1028,6 +1038,27 @@ def test_a_global_batch_is_divided_into_micro_batches(small: str) -> None:
     assert found["tokens"] == 4 * 128
     _, grown = asked(*arguments)
     assert grown["settings"]["micro_batch"] > 1
+
+
+def test_micro_batches_grow_as_long_as_a_larger_one_is_faster_per_token(small: str) -> None:
+    base = (small, "--gpu", "h100", "--ranks", "1", "--sequence", "64", "--choose")
+    _, grown = asked(*base)
+    chosen = grown["settings"]["micro_batch"]
+    assert chosen > 32
+    _, twice = asked(*base, "--batch", str(2 * chosen))
+    assert twice["run"]["tokens_s"] < 1.03 * grown["run"]["tokens_s"]
+    _, divided = asked(*base, "--global-batch", str(6 * chosen))  # many small divisors
+    settings = divided["settings"]
+    assert settings["micro_batch"] * settings["accumulate"] == 6 * chosen
+    assert divided["run"]["tokens_s"] > 0.97 * grown["run"]["tokens_s"]
+
+
+def test_micro_batches_of_images_grow_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "vit", "num_hidden_layers": 1, "hidden_size": 64} | HEADS))
+    _, found = asked(str(file), "--gpu", "h100", "--ranks", "1", "--choose")
+    assert found["settings"]["micro_batch"] > 1
+    assert asked(str(file), "--gpu", "h100", "--smallest-ranks")[1]["smallest_ranks"] == 1
 
 
 def test_the_fewest_ranks_and_the_largest_batch_are_at_the_edge_of_what_fits(small: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,13 @@ from torch import nn
 
 from fullshard.errors import OptionError
 from fullshard.link_speeds import recall_rates, recall_speeds, remember_rates, remember_speeds, speeds_file
-from fullshard.planning import rates
+from fullshard.planning import choosing, rates
 from fullshard.planning.answers import Question, need_of, step_of
 from fullshard.planning.machines import CARDS, Machine, as_values, described, from_values
 from fullshard.planning.needs import Step
 from fullshard.planning.network import Link
 from fullshard.planning.rates import machine_here, measured
-from fullshard.planning.settings import seconds
+from fullshard.planning.settings import Settings, seconds
 from fullshard.planning.subjects import Batch, Subject, decoder
 from fullshard.planning.times import Times
 from fullshard.planning.work import Work
@@ -295,3 +296,34 @@ def test_more_nodes_never_expose_less(strategy: str) -> None:
     found = [predicted(step, 8 * nodes, 5, 8, strategy) for nodes in (1, 2, 3, 4, 8, 16, 32)]
     exposed = [times.step_s - times.compute_s for times in found]
     assert all(later >= 0.999 * earlier for earlier, later in pairwise(exposed)), exposed
+
+
+def test_recomputation_is_followed_to_large_micro_batches_where_it_is_slower_on_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with experts, whose weights are read once per micro-batch: without recomputation 4 sequences fit."""
+
+    def candidates(_scope: Any, traced: choosing.Traced, _names: Any) -> list[Any]:
+        count = traced.sequences or 1
+        found = []
+        for again, fits, step_s in ((False, count <= 4, 4 + count), (True, count <= 64, 6 + 1.3 * count)):
+            need = SimpleNamespace(times=SimpleNamespace(bound="computing"), transfers=None)
+            need.peak, need.moment = count * 2**30, ""
+            one = SimpleNamespace(need=need, fits=fits, tokens=count, step_s=step_s)
+            one.per_token_s, one.question = step_s / count, SimpleNamespace(room_bytes=2**20, offload=None)
+            one.settings = Settings("zero3", checkpoint_activations=again, micro_batch=count)
+            found.append(one)
+        return found
+
+    tried: list[int] = []
+
+    def traces() -> Any:
+        for power in range(12):
+            tried.append(2**power)
+            yield choosing.Traced({}, 2**power, 2**power)
+
+    monkeypatch.setattr(choosing, "_candidates", candidates)
+    found = choosing.search(choosing.Scope("model", 8, None, H200, 2**40), traces(), until_worse=True)
+    assert isinstance(found, choosing.Choice)
+    assert found.settings == Settings("zero3", checkpoint_activations=True, micro_batch=64)
+    assert tried[-1] == 128  # nothing fits

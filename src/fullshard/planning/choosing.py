@@ -108,7 +108,9 @@ class Candidate:
 
     @property
     def per_token_s(self) -> float:
-        return self.step_s / (self.tokens or 1)
+        """Per image, or other sample, where a model reads no tokens."""
+        samples = (self.settings.micro_batch or 1) * self.settings.accumulate
+        return self.step_s / (self.tokens or samples)
 
     @property
     def fits(self) -> bool:
@@ -142,17 +144,18 @@ def anything_fits(scope: Scope, traced: Traced) -> bool:
 def search(scope: Scope, traces: Iterable[Traced], until_worse: bool = False) -> Choice | NothingFits:
     """The fastest per token that fits.
 
-    until_worse: `traces` are of growing micro-batches, of which no more are tried once they stop to help.
+    until_worse: `traces` are of growing micro-batches, of which no more are tried once they do not fit, or
+        gain nothing over those of at most half their size. With recomputation, or offload, large ones may
+        gain where those without either are the fastest of the small ones: each is followed by itself.
     """
     candidates: list[Candidate] = []
-    fastest = inf
+    rates: dict[Any, dict[int, float]] = {}  # by kind, and sequences of a micro-batch
     for traced in traces:
         found = list(_candidates(scope, traced, _strategies(scope)))
         candidates += found
-        here = min((one.per_token_s for one in found if one.fits), default=inf)
-        if until_worse and (here == inf or here > fastest / CLOSE):
+        gains = [_gain(rates.setdefault(kind, {}), traced, rate) for kind, rate in _by_kind(found).items()]
+        if until_worse and not any(gains):
             break
-        fastest = min(fastest, here)
     fitting = [one for one in candidates if one.fits]
     if not fitting:
         return _nothing_fits(scope, candidates)
@@ -173,6 +176,24 @@ def search(scope: Scope, traces: Iterable[Traced], until_worse: bool = False) ->
         best.step_s,
         tuple(rejected),
     )
+
+
+def _by_kind(candidates: Sequence[Candidate]) -> dict[Any, float]:
+    """The least time per token of those that fit, with and without recomputation and offload."""
+    rates: dict[Any, float] = {}
+    for one in candidates:
+        if one.fits:
+            kind = one.settings.checkpoint_activations, one.settings.offload is not None
+            rates[kind] = min(one.per_token_s, rates.get(kind, inf))
+    return rates
+
+
+def _gain(rates: dict[int, float], traced: Traced, rate: float) -> bool:
+    """Enter the rate; whether it is better than those of at most half as many sequences."""
+    size_here = traced.sequences or 1
+    before = min((other for count, other in rates.items() if 2 * count <= size_here), default=inf)
+    rates[size_here] = rate
+    return rate <= before / CLOSE
 
 
 def _best(fitting: Sequence[Candidate]) -> Candidate:

@@ -212,7 +212,7 @@ def _that_runs(asked: Kind, head: Head) -> tuple[Head | None, str]:
 
 def _config(transformers: Any, config: dict[str, Any]) -> Any:
     model_type, builder = config["model_type"], "Give FILE.py:FUNCTION, a function that builds the model."
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise OptionError(
             f"transformers {transformers.__version__} knows no model_type {model_type!r}", builder
         )

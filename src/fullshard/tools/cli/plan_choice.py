@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import floor
+from math import floor, isqrt
 from typing import Any
 
 from fullshard.byte_sizes import size
@@ -18,7 +18,6 @@ from fullshard.planning.subjects import Subject
 from fullshard.tools.cli.printing import as_json_text, table
 
 _MOST_RANKS, _MOST_BATCH = 2**17, 2**16
-_TRIED_BATCHES = 6
 _MOST_OF_A_HOST = 16  # ranks, where all share one
 _SHOWN = 24  # rejected settings
 _FOLDER = "fullshard-offload"  # for --disk, in records: on a disk of each node's own
@@ -95,14 +94,15 @@ class Request:
         ranks = self.question.ranks
         if self.global_batch is not None:
             each = self.global_batch // ranks
-            sizes = [n for n in range(1, each + 1) if each % n == 0]
-            for count in sizes[:_TRIED_BATCHES]:
+            for count in _divisors(each):
                 yield self._traced(count, each // count)
-        elif self.batch is not None or self.at(None).tokens is None:
+        elif not self.grows:
             yield self._traced(self.batch, 1)
         else:
-            for power in range(_TRIED_BATCHES):
-                yield self._traced(2**power, 1)
+            count = 1
+            while count <= _MOST_BATCH:
+                yield self._traced(count, 1)
+                count *= 2
 
     def _traced(self, batch: int | None, accumulate: int) -> Traced:
         subject = self.at(batch)
@@ -115,7 +115,13 @@ class Request:
 
     @property
     def grows(self) -> bool:
-        return self.batch is None and self.at(None).tokens is not None
+        """Whether micro-batches of growing size are tried."""
+        return self.batch is None and self.at(None).source != "function"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def choose(request: Request, save: str | None, json: bool) -> int:
@@ -218,7 +224,7 @@ def _run(request: Request, choice: Choice) -> tuple[Answer, Any]:
 
 def largest_batch(request: Request, json: bool) -> int:
     """The most sequences per rank that fit, with each strategy."""
-    if request.at(None).tokens is None and request.at(None).batch == "its own batch per rank":
+    if request.at(None).source == "function":
         raise OptionError(
             "--largest-batch for a function that returns its own batch", "Give a size or a config.json."
         )
@@ -298,7 +304,7 @@ def _next_trial(peaks: dict[int, int], low: int, high: int, room: int) -> int:
 
 def smallest_ranks(request: Request, save: str | None, json: bool) -> int:
     """The fewest devices, and what to choose there."""
-    batch = request.batch or (1 if request.at(None).tokens else None)
+    batch = request.batch or (1 if request.grows else None)
     request = replace(request, batch=batch)
     count = _fewest(request)
     if count is None:

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ class Subject:
         return model(*batch) if isinstance(batch, tuple) else model(batch)
 
     def loss_in(self, out: Any) -> Tensor:
-        loss = getattr(out, "loss", out)
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, tuple | list):
             loss = loss[0]
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"{self.name} returned a {type(out).__name__}, which has no loss",
-                "Return a tensor, or an object with a .loss.",
+                "Return a tensor, a dict with a 'loss', or an object with a .loss.",
             )
         return loss if loss.dim() == 0 else loss.float().mean()
 
