@@ -715,6 +715,21 @@ def frozen_changes() -> None:
     loop(model, after_step=edit)
 
 
+def frozen_shifts() -> None:
+    """By one number for all elements: any other parameter of equal elements lies on that way."""
+    plain = Model(nn.LayerNorm(WIDTH))
+    for block in plain.blocks:
+        block[2].requires_grad_(False)
+    model = sharded(plain)
+
+    def edit() -> None:
+        for name, parameter in model.named_parameters():
+            if name == "blocks.0.2.bias":
+                parameter.data.add_(1e-3)
+
+    loop(model, after_step=edit)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1165,6 +1180,7 @@ EXPECTED: dict[str, list[str]] = {
     "not_in_the_optimizer_of_the_first_of_two": ["parameter-in-no-optimizer"],
     "not_in_the_optimizer": ["parameter-in-no-optimizer"],
     "frozen_changes": ["frozen-parameter-changed"],
+    "frozen_shifts": ["frozen-parameter-changed"],
     "untied": ["tied-weights-untied"],
     "untied_by_a_copy": ["tied-weights-untied"],
     "undivided_accumulation": ["accumulation-without-division"],

@@ -64,15 +64,17 @@ def difference(here: torch.Tensor, there: torch.Tensor, floor: float = 0.0) -> f
     return ratio if ratio == ratio else float("inf")
 
 
-def is_between(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a tensor has moved on the straight line towards another one, up to rounding."""
+def share_of_way(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> float | None:
+    """How far a tensor has moved on the straight line towards another one, up to rounding; None if it has
+    not, 0 if it moved no further than rounding does."""
     if before.shape != target.shape or not before.is_floating_point():
-        return False
+        return None
     moved, way = (after.double() - before.double()), (target.double() - before.double())
     length = float((way * way).sum())
     share = float((moved * way).sum()) / length if length else 0.0
     rounded = 4 * rounding(after.dtype) * float(after.double().norm())
     if float(moved.norm()) <= rounded:
-        return True  # an average of equal tensors
+        return 0.0  # an average of equal tensors
     apart = float((moved - share * way).norm())
-    return 0.0 < share <= 1.0 + 1e-3 and apart <= 1e-3 * float(moved.norm()) + rounded
+    is_on_it = 0.0 < share <= 1.0 + 1e-3 and apart <= 1e-3 * float(moved.norm()) + rounded
+    return share if is_on_it else None

@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.comm.plain_group import PlainGroup
 from fullshard.doctor import tolerances
-from fullshard.doctor.fingerprints import RandomState, described, fingerprint
+from fullshard.doctor.fingerprints import RandomState, described, fingerprint, is_varied
 from fullshard.doctor.reference import (
     Computed,
     Reference,
@@ -165,39 +165,50 @@ class Watched:
     def synchronise(self) -> None:
         """The copy gets the values at rest. Frozen parameters that changed, and edits, are noted."""
         values = self.values.read(parameter_values)
+        changed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for parameter, _, piece in self.values.places:
             value = values[piece.name]
             if value is None:
                 continue
             before = self._frozen.pop(piece.name, None)
-            changed = before is not None and not torch.equal(before, value)
-            if changed and before is not None and not self._is_average(piece.name, before, value, values):
-                self.note(
-                    "frozen parameter changed", parameter=piece.name, unit=self.unit_of_parameter(piece.name)
-                )
+            if before is not None and not torch.equal(before, value):
+                changed[piece.name] = before, value
             if not parameter.requires_grad:
                 self._frozen[piece.name] = value.clone()
+        for name in self._no_averages(changed, values) if changed else ():
+            self.note("frozen parameter changed", parameter=name, unit=self.unit_of_parameter(name))
         if self.reference is not None:
             self.reference.set_parameters(values)
 
-    def _is_average(
+    def _no_averages(
         self,
-        name: str,
-        before: torch.Tensor,
-        after: torch.Tensor,
+        changed: dict[str, tuple[torch.Tensor, torch.Tensor]],
         values: dict[str, torch.Tensor | None],
-    ) -> bool:
-        """Whether a frozen parameter has moved towards another one, as a teacher or a target network does."""
-        own = [value for other, value in values.items() if other != name]
-        if any(tolerances.is_between(before, after, value) for value in own if value is not None):
-            return True
+    ) -> list[str]:
+        """Frozen parameters that did not move towards other ones, as a teacher or a target network does.
+
+        All of these move by the same share of their way. A parameter whose way says little (towards zeros,
+        or by one number for all elements) is such an average only beside another one of that share."""
         others = [watched.values.read(parameter_values) for watched in self._others() if watched is not self]
-        return any(
-            tolerances.is_between(before, after, value)
-            for read in others
-            for value in read.values()
-            if value is not None
-        )
+        found: dict[str, list[tuple[float, bool]]] = {}
+        for name, (before, after) in changed.items():
+            own = [value for other, value in values.items() if other != name]
+            targets = [*own, *(value for read in others for value in read.values())]
+            found[name] = [
+                (share, is_varied(target) and is_varied(target - before))
+                for target in targets
+                if target is not None
+                and (share := tolerances.share_of_way(before, after, target)) is not None
+            ]
+        clear = [share for shares in found.values() for share, is_clear in shares if is_clear]
+        return [
+            name
+            for name, shares in found.items()
+            if not any(
+                share == 0.0 or is_clear or any(abs(share - other) <= 0.01 * other for other in clear)
+                for share, is_clear in shares
+            )
+        ]
 
     def note_edits(self, where: str) -> None:
         """Parameters whose elements changed since the last look, outside of an optimizer's step."""
