@@ -24,6 +24,8 @@ RATES = {
     "rate_of_one_group_scaled_twice": ["learning-rate-scaled-twice"],
     "rate_scaled_twice_with_a_warmup_by_ranks": ["learning-rate-scaled-twice"],
     "loss_times_ranks": ["loss-scaled-by-ranks"],
+    "right_same_global_batch": [],
+    "gradients_times_ranks": ["differs-from-one-process"],
 }
 RESUMED = {
     "right_resume": "",

@@ -715,6 +715,18 @@ def frozen_changes() -> None:
     loop(model, after_step=edit)
 
 
+def right_hook_of_an_output() -> None:
+    """A script that changes gradients of outputs: the copy's backward begins from the changed ones."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step)
+        out = model(x)
+        out.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+        return F.mse_loss(out, y)
+
+    loop(sharded(Model()), loss_of)
+
+
 def frozen_shifts() -> None:
     """By one number for all elements: any other parameter of equal elements lies on that way."""
     plain = Model(nn.LayerNorm(WIDTH))
@@ -1037,6 +1049,27 @@ def right_warmup_by_ranks() -> None:
     loop(model, optimizer=optimizer, after_step=schedule.step)
 
 
+def _same_global_batch(scales: bool) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        parts = [batch(step, part) for part in range(rank(), 2, ranks())]
+        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+        out: Tensor = model(x)
+        if scales:
+            out.register_hook(lambda gradient: gradient * ranks())
+        return F.mse_loss(out, y)
+
+    loop(sharded(Model()), loss_of)
+
+
+def right_same_global_batch() -> None:
+    _same_global_batch(False)
+
+
+def gradients_times_ranks() -> None:
+    """Where no factor of the loss shows it."""
+    _same_global_batch(True)
+
+
 def loss_times_ranks() -> None:
     """On a global batch that does not grow with the ranks."""
 
@@ -1152,6 +1185,7 @@ EXPECTED: dict[str, list[str]] = {
     "right_hidden_state": [],
     "right_momentum_encoder": [],
     "right_teacher": [],
+    "right_hook_of_an_output": [],
     "right_time_first": [],
     "right_root_of_a_mean": [],
     "right_copy_of_a_tied_model": [],

@@ -54,6 +54,7 @@ class Call:
     words: str = ""  # its arguments that are texts, flags and integers
     nodes: list[Any] = field(default_factory=list)  # of autograd, that made its results
     went_back: bool = False  # some backward has reached it
+    is_step: bool = False  # a step of the script's that runs in place of the forward: not the model's own
 
     def follow_writes(self) -> None:
         """Writing into an output that is a view (`loss *= 2`) drops its hook: its base has the gradient."""
@@ -155,9 +156,13 @@ class Watched:
         name = self.names[module]
         if torch.is_grad_enabled() and name == "":
             self.synchronise()
+        step = getattr(module.__dict__.get("forward"), "arguments", None)  # of Lightning
+        args, kwargs = (args, kwargs) if step is None else step
         inputs = [(t, fingerprint(t), t._version) for t in tensors_in((args, kwargs))]
         self.call = Call(name, cloned(args), cloned(kwargs), RandomState(self.model), inputs)
-        self.call.words = str([one for one in (*args, *kwargs.items()) if _is_word(one)])
+        self.call.is_step = step is not None
+        if step is None:  # otherwise one is the number of the batch
+            self.call.words = str([one for one in (*args, *kwargs.items()) if _is_word(one)])
         self.call.attributes = results_in_attributes(self.model)
         if self.reference is not None:
             self.reference.follow(self.model)
@@ -235,6 +240,9 @@ class Watched:
         )
         if not torch.is_grad_enabled():
             return
+        if self.reference is not None and call.is_step:
+            self.reference = None
+            self.note("not compared", why="a training step that runs inside the model's forward")
         if self.reference is not None:
             self._compute_beside(call, output)
         own = [t for t in tensors_in(output) if t.requires_grad]
@@ -291,7 +299,11 @@ class Watched:
             return note
 
         for index, result in enumerate(results):
-            result.register_hook(noting(index))  # type: ignore[no-untyped-call]
+            if result.grad_fn is None:
+                result.register_hook(noting(index))  # type: ignore[no-untyped-call]
+            else:  # after the hooks of the script's own, which may change the gradient
+                look = _noting_gradient(result.output_nr, result.shape, noting(index))
+                result.grad_fn.register_prehook(look)
             base = result._base if result._is_view() else None
             if base is not None and base.grad_fn is not None and base.numel() == result.numel():
                 # By its node now: writing into a view gives its base another one.
@@ -426,19 +438,20 @@ class Watched:
 
     def end_backward(self) -> None:
         """The copy's backward from the same gradients of the outputs, and the mean over ranks beside ours."""
-        if self.reference is None:
-            for call in self.calls:
-                call.gradients = [None for _ in call.gradients]
-            return
+        compares = self.reference is not None
         self.runtime.settle_step()
-        gone = [found for call in self.calls if (found := self._backward_of(call)) is not None]
+        gone = []
+        for call in self.calls:
+            if compares and (found := self._backward_of(call)) is not None:
+                gone.append(found)
+            call.gradients = [None for _ in call.gradients]
         reduction = self.runtime.reduction
         if reduction.postponing or reduction.postponed:
             return
-        added = self._mean_contributions()
         base, self._base = self._base or {}, None
+        added = self._mean_contributions() if compares else {}
         actual = self.values.read(gradient_values)
-        if not self._second_order and not self._compare_gradients(actual, base, added):
+        if compares and not self._second_order and not self._compare_gradients(actual, base, added):
             self._repeat_backward(gone)
         norms = [v.double().norm() ** 2 for v in actual.values() if v is not None]
         norm = float(torch.stack(norms).sum().sqrt()) if norms else 0.0
@@ -458,7 +471,6 @@ class Watched:
         if pairs:
             call.went_back = True
             self.reference.backward([r for r, _ in pairs], [g for _, g in pairs])
-        call.gradients = [None for _ in call.gradients] if call.gradients else []
         weight = self.runtime.reduction.weight
         taken = self.reference.take_gradients()
         for name, gradient in taken.items():

@@ -7,14 +7,20 @@ forward: with a narrow compute dtype arguments are cast, and a regression target
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
-def run_in_forward(module: nn.Module, call: Callable[[], Any]) -> Any:
-    """`call()` in place of `module`'s forward, with its hooks; the result is returned as the forward's is."""
+
+def run_in_forward(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
+) -> Any:
+    """`call(*args, **kwargs)` in place of `module`'s forward, with its hooks; the result is returned as the
+    forward's is. The arguments are kept on that forward, for who examines calls."""
     before = module.__dict__.get("forward")
 
     def restore() -> None:
@@ -25,8 +31,9 @@ def run_in_forward(module: nn.Module, call: Callable[[], Any]) -> Any:
 
     def forward() -> Any:
         restore()  # at once: the step may call the real forward
-        return call()
+        return call(*args, **kwargs)
 
+    forward.arguments = args, kwargs  # type: ignore[attr-defined]
     module.__dict__["forward"] = forward
     try:
         return module()

@@ -149,7 +149,7 @@ class ShardedTrainer(_Base):
         compute = runtime_of(self._module).options.precision.compute
         if compute is not None and not is_mixed(self.precision_plugin):
             args, kwargs = cast_floats(args, compute), cast_floats(kwargs, compute)
-        return run_in_forward(self._module, partial(step, *args, **kwargs))
+        return run_in_forward(self._module, step, args, kwargs)
 
     def _evaluate(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._loaders.uneven:
