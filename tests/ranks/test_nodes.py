@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from functools import lru_cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import engines
 import ranks
 import reference
+from fullshard.comm.watchdog import Operation
 from reference import Trace
 
 STRATEGIES = ("zero3", "zero2", "zero1", "replicate", "hybrid")
@@ -221,7 +223,7 @@ class _Skipping(engines.Net):
         super().__init__(num_blocks=12)
 
     def forward(self, x: Tensor) -> Tensor:
-        skipped = (1, 4, 5, 6, 10) if x[0, 0] > 0 else (0, 2, 3, 7, 8, 9)
+        skipped = (1, 4, 5, 6, 10, 11) if x[0, 0] > 0 else (0, 2, 3, 7, 8, 9)
         for index, layer in enumerate(self.blocks):
             if index not in skipped:
                 x = x + layer(x)
@@ -237,11 +239,36 @@ def _paths(sizes: list[int], cases: list[dict[str, Any]], from_step: int) -> lis
     be_on_nodes(sizes)
     found = []
     for case in cases:
+        case = dict(case)
+        accumulate = case.pop("accumulate", 1)
         model = engines.shard_blocks(engines.build(_Skipping), **case)
-        mine = [_marked(step, engines.my_rank(), from_step) for step in range(engines.STEPS)]
-        found.append(reference.train_rank(model, mine, engines.loss_of, reference.adamw, engines.STEPS, 0.1))
+        mine = [_marked(step, engines.my_rank(), from_step) for step in range(engines.STEPS * accumulate)]
+        found.append(
+            reference.train_rank(
+                model, mine, engines.loss_of, reference.adamw, engines.STEPS, 0.1, accumulate
+            )
+        )
         ranks.end_groups_of_models()
     return found
+
+
+def _paths_over_slow_links(cases: list[dict[str, Any]], from_step: int) -> list[Trace]:
+    """Nothing that was sent has arrived before it is waited for."""
+    with mock.patch.object(Operation, "over", return_value=False):
+        return _paths([2, 2], cases, from_step)
+
+
+def _expected_paths(from_step: int, accumulate: int = 1) -> Trace:
+    steps = range(engines.STEPS * accumulate)
+    return reference.train(
+        engines.build(_Skipping),
+        [[_marked(step, rank, from_step) for rank in range(4)] for step in steps],
+        engines.loss_of,
+        reference.adamw,
+        engines.STEPS,
+        0.1,
+        accumulate,
+    )
 
 
 @pytest.mark.parametrize("from_step", [0, 1])
@@ -252,11 +279,24 @@ def test_ranks_of_nodes_may_take_different_paths(from_step: int) -> None:
         {"strategy": "zero2"},
         {"strategy": "hybrid"},
     ]
-    batches = [[_marked(step, rank, from_step) for rank in range(4)] for step in range(engines.STEPS)]
-    expected = reference.train(
-        engines.build(_Skipping), batches, engines.loss_of, reference.adamw, engines.STEPS, 0.1
-    )
+    expected = _expected_paths(from_step)
     for trace in _combined(ranks.run(_paths, 4, [2, 2], cases, from_step, init=True)):
+        reference.assert_close_trace(trace, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("from_step", [0, 1])
+def test_ranks_on_different_paths_do_not_wait_in_a_circle_however_late_messages_are(from_step: int) -> None:
+    cases: list[dict[str, Any]] = [
+        {"strategy": "zero2"},
+        {"strategy": "zero2", "accumulate": 3},
+        {"strategy": "zero1", "accumulate": 3},
+        {"strategy": "zero3"},
+        {"strategy": "zero3", "keep_full": 0},
+        {"strategy": "zero3", "keep_full": "all", "accumulate": 3},
+    ]
+    found = ranks.run(_paths_over_slow_links, 4, cases, from_step, init=True)
+    for case, trace in zip(cases, _combined(found), strict=True):
+        expected = _expected_paths(from_step, case.get("accumulate", 1))
         reference.assert_close_trace(trace, expected, rtol=2e-5, atol=2e-6)
 
 

@@ -268,6 +268,12 @@ class Comm:
             self._crossing[0].enter()
             self._crossing.popleft()
 
+    def enter_all(self) -> None:
+        """Issue all second legs, waiting for the first ones: no rank waits for this one's any more."""
+        while self._crossing:
+            self._crossing[0].enter()
+            self._crossing.popleft()
+
     def beside(self, purpose: str) -> Any:
         """A stream that may wait for the wire while the current one, behind which it begins, computes.
 

@@ -11,7 +11,9 @@ On several nodes a gather has two legs, each in groups of its own: between nodes
 leg of a unit is issued when the walk comes within CROSS_AHEAD entries of it, so in the order of the walk, at
 the same place of it on every rank. The second one is issued in the order of the walk, too: on a GPU one entry
 ahead, behind a stream that waits for the first leg; on a CPU when that is over, or when the unit is needed.
-So the host waits for a first leg only where it would wait for the unit's gather, and both rules hold.
+So the host waits for a first leg only where it would wait for the unit's gather, and both rules hold. A rank
+that does not need a unit has taken part in its gather when it has issued both legs: it does so before it
+sends zeros for it, and at the end of a pass, where a unit that stays full is not waited for.
 
 A unit is released in `leave` (after its forward), in `end_pass` (what the walk still lists, and what is not
 kept for backward), in `Runtime._end_unit` (its gradients are complete) and in `end_backward` (everything).
@@ -192,6 +194,7 @@ class Gathering:
                     self._take_part(unit, repeated)
                     if running.releasing and not self._kept(unit, running):
                         unit.release()
+                self._comm.enter_all()
             self.settle_writes()
         finally:
             self.forward = None
@@ -327,6 +330,8 @@ class Gathering:
         if self.backward is not None:
             for passed, repeated in self.backward.walk.up_to(index) or ():
                 self._take_part(self.units[passed], repeated)
+            if self.units[index].state is State.GATHERING:
+                self._comm.enter_all()
 
     def pass_rest_of_backward(self) -> None:
         if self.backward is not None:
@@ -334,6 +339,7 @@ class Gathering:
                 self._take_part(self.units[index], repeated)
 
     def end_backward(self) -> None:
+        self._comm.enter_all()
         for unit in self.units:
             unit.end_backward()
             if not self.keeping:
