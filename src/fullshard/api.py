@@ -147,12 +147,15 @@ def _move_rest(model: nn.Module, runtime: Runtime, device: torch.device) -> None
 def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = None, **given: Any) -> M:
     """`shard` for an integration, with its policies. `given` are options of `shard`."""
     control.start()
+    topology.refuse_outsider(mesh)
     given, choice = _planned(model, mesh, given)
     request: _Request | None = None
     problem: FullshardError | None = None
     grid: torch.Tensor | None = None
     tp_ranks: list[int] | None = None
+    place: topology.Place | None = None
     try:
+        place = topology.own_place()
         grid, tp_ranks = _ranks(model, mesh, given.get("strategy", TABLE["strategy"].default))
         request = _examine(model, parse(integration=integration, **given), grid)
         if tp_ranks is not None and request.options.reduce == "fixed":
@@ -167,8 +170,9 @@ def shard_with(integration: Integration, model: M, mesh: DeviceMesh | None = Non
         problem.__cause__ = error
     control.raise_together_first(problem, grid, tp_ranks)
     assert request is not None
+    assert place is not None
     device = request.device
-    arrangement = _arranged(request.grid, request.options)
+    arrangement = _arranged(request, place, topology.names_nodes(mesh))
     options = _with_levels(request.options, arrangement, device)
     if device.type == "cuda":
         environment.let_segments_grow()
@@ -337,16 +341,16 @@ def _warn_of_computing_on_the_host(device: torch.device) -> None:
         )
 
 
-def _arranged(grid: torch.Tensor, options: Options) -> topology.Arrangement:
-    """On which nodes the ranks are: an agreement."""
+def _arranged(request: _Request, here: topology.Place, named: bool) -> topology.Arrangement:
+    """On which nodes the ranks are: an agreement. named: the mesh states it."""
+    grid, options = request.grid, request.options
     if options.reduce == "fixed" and options.strategy != "hybrid":
         return topology.Arrangement(grid.reshape(1, -1), why_flat="reduce='fixed' sums nothing inside a node")
     places = topology.places_without_peers(sorted(grid.flatten().tolist()))
     if places is None:
-        here = topology.own_place()
         sent = control.all_gather_object_first((here.local_rank, here.local_ranks), grid)
         places = [topology.Place(*theirs) for theirs in sent]
-    return topology.arrange(grid, options.strategy == "hybrid", places)
+    return topology.arrange(grid, options.strategy == "hybrid", places, named)
 
 
 def _with_levels(options: Options, arrangement: topology.Arrangement, device: torch.device) -> Options:
@@ -436,6 +440,10 @@ def plan(
         node_ranks = ranks
     ranks = ranks or max(1, groups.rank_count() // tp_size)
     ranks, options = planned_levels(options, ranks, node_ranks or environment.launch().local_ranks, tp_size)
+    if options.strategy == "hybrid" and options.why_flat:
+        raise OptionError(
+            f"strategy 'hybrid' for {options.why_flat}", "Give node_ranks, the number of ranks of every node."
+        )
     made = replace(make_plan(model, ranks, options), choice=choice, peers=peers)
     if options.offload is None:
         return made

@@ -7,15 +7,17 @@ import ctypes
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fullshard.errors import OptionError
 
 if TYPE_CHECKING:  # imported where it is used: the command line does without it
     import torch
 
+N = TypeVar("N", int, float)
 
 KEEPER = "FULLSHARD_KEEPER"  # set by the agent of a host for its ranks: where copies in memory are kept
 
@@ -34,13 +36,13 @@ class Launch:
 
 def launch() -> Launch:
     """Read torchrun's variables. A half-set environment is an error, not a guess."""
-    stall = _number("FULLSHARD_STALL_TIMEOUT_S", 600.0)
+    stall = stall_timeout_s()
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if os.environ.get(name)]
     if not ({"RANK", "WORLD_SIZE"} & set(given)):
         return Launch(stall_timeout_s=stall)  # an address alone does not define ranks
     missing = [name for name in names if name not in given]
-    rank, ranks = int(_number("RANK", 0)), int(_number("WORLD_SIZE", 1))
+    rank, ranks = _count("RANK", 0), _count("WORLD_SIZE", 1)
     if missing and not ("WORLD_SIZE" in given and ranks == 1):
         raise OptionError(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}",
@@ -51,14 +53,25 @@ def launch() -> Launch:
             f"the environment sets RANK={rank} and WORLD_SIZE={ranks}",
             "Launch with torchrun; ranks count from 0 to WORLD_SIZE - 1.",
         )
+    local_ranks = _count("LOCAL_WORLD_SIZE", ranks)
+    if local_ranks < 1:
+        raise OptionError(
+            f"the environment sets LOCAL_WORLD_SIZE={local_ranks}",
+            "Launch with torchrun, which sets it to the number of ranks of this node, or unset it.",
+        )
     return Launch(
         rank=rank,
         ranks=ranks,
-        local_rank=int(_number("LOCAL_RANK", rank)),
-        local_ranks=int(_number("LOCAL_WORLD_SIZE", ranks)),
+        local_rank=_count("LOCAL_RANK", rank % local_ranks),
+        local_ranks=local_ranks,
         rendezvous=not missing,
         stall_timeout_s=stall,
     )
+
+
+def stall_timeout_s() -> float:
+    """FULLSHARD_STALL_TIMEOUT_S: how long nothing may move before an operation is given up."""
+    return _number("FULLSHARD_STALL_TIMEOUT_S", 600.0)
 
 
 def refuse_tasks_without_ranks() -> None:
@@ -292,12 +305,20 @@ _libc = _load_libc()
 
 
 def _number(name: str, default: float) -> float:
+    return _parsed(name, default, float, "a number")
+
+
+def _count(name: str, default: int) -> int:
+    return _parsed(name, default, int, "an integer")
+
+
+def _parsed(name: str, default: N, parse: Callable[[str], N], kind: str) -> N:
     text = os.environ.get(name)
     if not text:
         return default
     try:
-        return float(text)
+        return parse(text)
     except ValueError:
         raise OptionError(
-            f"the environment variable {name} is {text!r}, not a number", "Launch with torchrun, or unset it."
+            f"the environment variable {name} is {text!r}, not {kind}", "Launch with torchrun, or unset it."
         ) from None

@@ -497,6 +497,10 @@ OTHER_NAMES: dict[str, str] = {
         "num_gpus",
     ),
     **_all(
+        "Nodes are those of the launcher, or the rows of a mesh with axes ('node', 'shard').",
+        *("nodes", "num_nodes", "nnodes", "node_ranks", "local_world_size", "ranks_per_node", "topology"),
+    ),
+    **_all(
         "Leave it out: build the optimizer yourself, before or after fs.shard.",
         *("optimizer", "optimizers", "model_parameters", "lr_scheduler", "lr"),
     ),

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections import Counter
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import engines
 import ranks
 import reference
 from fullshard.comm.watchdog import Operation
+from fullshard.errors import OptionError
 from reference import Trace
 
 STRATEGIES = ("zero3", "zero2", "zero1", "replicate", "hybrid")
@@ -327,6 +329,92 @@ def test_nodes_are_those_of_the_launcher(
         assert why in reason
         assert why in text
         assert (f"on {expected} nodes" in text) == (expected > 1)
+
+
+def _shard_as(
+    sizes: list[int], interleaved: bool, variables: dict[int, dict[str, str]], options: dict[str, Any]
+) -> None:
+    be_on_nodes(sizes, interleaved)
+    os.environ.update(variables.get(engines.my_rank(), {}))
+    engines.shard_blocks(engines.build(), **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "interleaved", "why"),
+    [
+        ([2, 1, 1], False, "nodes of 2 and 1 ranks"),
+        ([2, 1], False, "nodes of 2 and 1 ranks"),
+        ([2, 2], True, "not numbered one after the other"),
+    ],
+)
+def test_hybrid_without_a_mesh_is_refused_on_nodes_that_are_no_equal_groups(
+    sizes: list[int], interleaved: bool, why: str
+) -> None:
+    options = {"strategy": "hybrid"}
+    for message in engines.refusals(
+        _shard_as, sizes, interleaved, {}, options, num_ranks=sum(sizes), init=True
+    ):
+        assert why in message
+        assert "Pass a mesh" in message
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+@pytest.mark.parametrize("value", ["0", "nan", "1.5", "two"])
+def test_a_wrong_number_of_local_ranks_on_one_rank_is_an_error_on_all(strategy: str, value: str) -> None:
+    wrong = {1: {"LOCAL_WORLD_SIZE": value}}
+    options = {"strategy": strategy}
+    for message in engines.refusals(_shard_as, [2, 1], False, wrong, options, num_ranks=3, init=True):
+        assert "LOCAL_WORLD_SIZE" in message
+        assert value in message
+
+
+def _in_mesh(rows: list[list[int]]) -> tuple[int, str]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import fullshard as fs
+
+    be_on_nodes([2, 2])
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("node", "shard"))
+    plan = fs.plan(engines.shard_blocks(engines.build(), mesh=mesh))
+    return plan.nodes, plan.why_flat
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes"), [([[0, 1, 2, 3]], 1), ([[0], [1], [2], [3]], 1), ([[0, 2], [1, 3]], 2)]
+)
+def test_a_mesh_that_names_its_nodes_is_right_whatever_the_launcher_has(
+    rows: list[list[int]], nodes: int
+) -> None:
+    assert ranks.run(_in_mesh, 4, rows, init=True) == [(nodes, "")] * 4
+
+
+def _beside_an_outsider() -> str:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("node", "shard"))
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        model = engines.shard_blocks(engines.build(), mesh=mesh)
+    except OptionError as error:
+        store.set("refused", "")
+        return str(error)
+    engines.loss_of(model, engines.batch(0, engines.my_rank())).backward()
+    store.wait(["refused"], timedelta(seconds=20))
+    return ""
+
+
+def test_a_rank_outside_the_mesh_is_refused_while_the_others_train() -> None:
+    *inside, outside = ranks.run(_beside_an_outsider, 3, init=True)
+    assert inside == ["", ""]
+    assert "does not contain rank 2" in outside
+
+
+def test_a_plan_of_hybrid_on_nodes_that_do_not_divide_the_ranks_is_refused() -> None:
+    import fullshard as fs
+
+    with pytest.raises(OptionError, match="3 ranks on nodes of 2"):
+        fs.plan(engines.build(), ranks=3, node_ranks=2, strategy="hybrid")
 
 
 def _uneven_batches(strategy: str) -> Trace:

@@ -26,7 +26,7 @@ from fullshard.comm.step_report import StepReport
 from fullshard.comm.tags import CommObserver, OpTag
 from fullshard.comm.topology import Arrangement
 from fullshard.comm.watchdog import Operation, Watchdog
-from fullshard.environment import host_name, launch, refuse_tasks_without_ranks
+from fullshard.environment import host_name, launch, refuse_tasks_without_ranks, stall_timeout_s
 from fullshard.errors import FullshardError, report_errors_as
 
 _GATHER, _EXCHANGE, _SCATTER = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
@@ -189,7 +189,7 @@ class Comm:
         self.recorder.declare("replica", [self.members.index(r) for r in outer])
         weakref.finalize(self, self.recorder.close)
         host_waits = device.type == "cpu" or self.staged
-        self.watchdog = Watchdog(self.recorder, host_waits, launch().stall_timeout_s)
+        self.watchdog = Watchdog(self.recorder, host_waits, stall_timeout_s())
         # Groups of a model that is gone, where there is one: connections are not kept per model.
         self.lease = lease_groups((str(grid.tolist()), self.two_level), first_group(self.members))
         self.lease.begin(self, self.recorder)

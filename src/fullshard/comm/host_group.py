@@ -32,7 +32,7 @@ from fullshard.comm.store_link import reaching_the_store
 from fullshard.comm.tags import OpTag
 from fullshard.comm.tree import Chain, Level, Tree
 from fullshard.comm.watchdog import Watchdog
-from fullshard.environment import launch, own_host_name
+from fullshard.environment import own_host_name, stall_timeout_s
 
 _CHANNEL = "control"
 _PIECE_BYTES = 16 * 2**20  # of what one rank sends another at a time
@@ -53,7 +53,7 @@ def new_group(ranks: list[int], backend: str | None = None) -> Any:
     if peers_are_absent():
         return dist.new_group(ranks, use_local_synchronization=True)
     # gloo's own limit, for creating the group as well. NCCL keeps its own.
-    limit_s = max(launch().stall_timeout_s, _CREATION_S)
+    limit_s = max(stall_timeout_s(), _CREATION_S)
     timeout = timedelta(seconds=limit_s) if (backend or dist.get_backend()) == "gloo" else None
     with named_by_members(ranks):
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
@@ -87,7 +87,7 @@ class HostGroup:
             recorder = open_recorder(members, purpose)
             weakref.finalize(self, recorder.close)
             arrival_s = _ARRIVAL_S if use_default else 0.0
-            watchdog = Watchdog(recorder, True, launch().stall_timeout_s, arrival_s, training)
+            watchdog = Watchdog(recorder, True, stall_timeout_s(), arrival_s, training)
             with self._blocking(watchdog, purpose):
                 self._tree = self._find_tree(use_default, lane)
         else:

@@ -18,17 +18,21 @@ from fullshard.errors import OptionError
 
 
 def rank_grid(mesh: DeviceMesh | None, hybrid: bool) -> torch.Tensor:
-    """The grid of ranks for `mesh`. None means all ranks: one row, or one row per node with hybrid."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if mesh is not None:
-        return _grid_of_mesh(mesh, hybrid, rank, ranks)
-    inner = launch().local_ranks if hybrid else ranks
-    if ranks % inner:
-        raise OptionError(f"{ranks} ranks cannot be split into nodes of {inner}", "Pass a mesh.")
-    return torch.arange(ranks).view(-1, inner)
+    """The grid of ranks for `mesh`. None means all ranks, in one row: `arrange` makes rows of nodes."""
+    ranks = dist.get_world_size()
+    return torch.arange(ranks).view(1, -1) if mesh is None else _grid_of_mesh(mesh, hybrid, ranks)
 
 
-def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torch.Tensor:
+def refuse_outsider(mesh: DeviceMesh | None) -> None:
+    """On a rank that is not in `mesh`: an error of this rank alone. Those of the mesh do not wait for it."""
+    if isinstance(mesh, DeviceMesh) and not bool((mesh.mesh == dist.get_rank()).any()):
+        raise OptionError(
+            f"the mesh {mesh.mesh.tolist()} does not contain rank {dist.get_rank()}",
+            "Call fs.shard only on the ranks of the mesh, or build a mesh of every rank.",
+        )
+
+
+def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, ranks: int) -> torch.Tensor:
     if not isinstance(mesh, DeviceMesh):
         raise OptionError(f"mesh is {mesh!r}", "Pass a torch DeviceMesh, or None for all ranks.")
     grid, names = mesh.mesh.cpu(), tuple(mesh.mesh_dim_names or ())
@@ -41,7 +45,6 @@ def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torc
         grid = grid if names == ("replicate", "shard") else grid.t()
     elif grid.dim() == 2 and set(names) == {"node", "shard"}:
         grid = grid if names == ("node", "shard") else grid.t()
-        grid = grid.reshape(1, -1) if grid.shape[1] == 1 else grid
     elif grid.dim() != 1:
         raise OptionError(
             f"the mesh has {grid.dim()} axes {names}, but only strategy 'hybrid' replicates over one of two",
@@ -53,12 +56,13 @@ def _grid_of_mesh(mesh: DeviceMesh, hybrid: bool, rank: int, ranks: int) -> torc
             f"the mesh names rank {int(grid.max())}, but there are {ranks} ranks",
             "Build the mesh over the ranks of this run.",
         )
-    if not bool((grid == rank).any()):
-        raise OptionError(
-            f"the mesh {grid.tolist()} does not contain rank {rank}",
-            "Call fs.shard only on the ranks of the mesh, or build a mesh of every rank.",
-        )
     return grid.view(1, -1) if grid.dim() == 1 else grid
+
+
+def names_nodes(mesh: DeviceMesh | None) -> bool:
+    """Whether the axes of `mesh` state which ranks a node has, or a group of strategy 'hybrid'."""
+    names = set(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else set()
+    return "shard" in names and bool(names & {"node", "replicate"})
 
 
 def members(mesh: DeviceMesh | None) -> torch.Tensor:
@@ -112,22 +116,25 @@ def places_without_peers(members: Sequence[int]) -> list[Place] | None:
     return [Place(rank % inner, inner) for rank in members]
 
 
-def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place]) -> Arrangement:
+def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place], named: bool = False) -> Arrangement:
     """Two levels, if the one row of `grid` is on several nodes, with as many ranks on each, and several.
 
     `places` are those of the grid's ranks in rising order. The same on all ranks.
+    named: the grid is that of a mesh whose axes state where a node ends.
     """
-    if hybrid or len(grid) > 1:
-        return Arrangement(grid, two_level=not hybrid)
+    if hybrid:
+        return Arrangement(grid if named else _row_per_node(grid, places))
+    if named:
+        two_level = min(grid.shape) > 1
+        return Arrangement(grid if two_level else grid.reshape(1, -1), two_level, one_per_node=len(grid) > 1)
     row = grid[0].tolist()
     sizes = sorted({place.local_ranks for place in places}, reverse=True)
-    if sizes[0] == 1 or sizes[0] >= len(row) == dist.get_world_size():
-        return Arrangement(grid, one_per_node=sizes[0] == 1)
+    if sizes == [1] or sizes[-1] >= len(row) == dist.get_world_size():
+        return Arrangement(grid, one_per_node=sizes == [1])
     if len(sizes) > 1:
         return Arrangement(grid, why_flat=f"nodes of {' and '.join(map(str, sizes))} ranks")
-    numbered = zip(sorted(row), places, strict=True)
-    if any(rank % sizes[0] != place.local_rank for rank, place in numbered):
-        return Arrangement(grid, why_flat="the ranks of a node are not numbered one after the other")
+    if not _numbered_by_node(row, places):
+        return Arrangement(grid, why_flat=_NOT_NUMBERED)
     by_node: dict[int, list[int]] = {}
     for rank in row:
         by_node.setdefault(rank // sizes[0], []).append(rank)
@@ -137,6 +144,33 @@ def arrange(grid: torch.Tensor, hybrid: bool, places: Sequence[Place]) -> Arrang
     if len(by_node) == 1 or counts == {1}:
         return Arrangement(grid, one_per_node=len(by_node) > 1)
     return Arrangement(torch.tensor(list(by_node.values())), two_level=True)
+
+
+_NOT_NUMBERED = "the ranks of a node are not numbered one after the other"
+
+
+def _numbered_by_node(ranks: Sequence[int], places: Sequence[Place]) -> bool:
+    """Of nodes with equal numbers of ranks."""
+    pairs = zip(sorted(ranks), places, strict=True)
+    return all(rank % place.local_ranks == place.local_rank for rank, place in pairs)
+
+
+def _row_per_node(grid: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
+    """For strategy 'hybrid' without a mesh: each node is a group."""
+    sizes = sorted({place.local_ranks for place in places}, reverse=True)
+    problem = None
+    if len(sizes) > 1:
+        problem = f"there are nodes of {' and '.join(map(str, sizes))} ranks"
+    elif grid.numel() % sizes[0]:
+        problem = f"{grid.numel()} ranks cannot be split into nodes of {sizes[0]}"
+    elif not _numbered_by_node(grid[0].tolist(), places):
+        problem = _NOT_NUMBERED
+    if problem is not None:
+        raise OptionError(
+            f"strategy 'hybrid' without a mesh shards inside each node, and {problem}",
+            "Pass a mesh with axes ('replicate', 'shard'), or choose strategy='zero3'.",
+        )
+    return grid.view(-1, sizes[0])
 
 
 def scatter_sends_less(grid: torch.Tensor, device: torch.device, wire_bytes: int, sum_bytes: int) -> bool:
