@@ -111,8 +111,8 @@ class LaneDtypes:
     @property
     def in_blocks(self) -> bool:
         """Some of it is sent or rests in 8-bit blocks, so intervals are multiples of a block."""
-        sent = self.eight_bit_gather or self.eight_bit_wire or self.eight_bit_gather_across
-        return sent or self.eight_bit_state
+        gathered = self.eight_bit_gather or self.eight_bit_gather_across
+        return gathered or self.eight_bit_wire or self.eight_bit_across or self.eight_bit_state
 
     @property
     def exact_gather(self) -> bool:

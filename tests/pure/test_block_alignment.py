@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,20 @@ def test_no_block_of_a_large_units_parameter_is_on_two_ranks(ranks: int) -> None
         assert all(piece.start % BLOCK == 0 for piece in layout.pieces)
         assert layout.interval % BLOCK == 0
         assert all(len(holders) == 1 for holders in _blocks(layout).values())
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+@pytest.mark.parametrize("precision", [Precision(wire=torch.int8), Precision(across=torch.int8)])
+def test_parameters_share_no_block_where_gradients_are_sent_in_blocks(
+    strategy: str, precision: Precision
+) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList(Block(33) for _ in range(2))
+    options = replace(parse(units=Block, precision=precision, strategy=strategy), nodes=2)
+    for unit in make_plan(model, 2, options).units:
+        for lane in unit.lanes:
+            assert all(piece.start % BLOCK == 0 for piece in lane.layout.pieces)
+            assert lane.layout.interval % BLOCK == 0
 
 
 @pytest.mark.parametrize("ranks", RANKS)
