@@ -211,6 +211,11 @@ def test_what_the_engine_refuses_is_a_finding(
         (["-m", "no_such_module_here"], "there is no module"),
         (["--ranks", "0", str(SCRIPT)], "--ranks is 0"),
         (["--accept", "same-data", str(SCRIPT)], "there is no finding 'same-data'"),
+        (["--html", "no/such/folder/page.html", str(SCRIPT)], "--html 'no/such/folder/page.html' cannot be"),
+        (["--cluster", "--out", "."], "--out '.' cannot be written"),
+        (["--cluster", str(SCRIPT)], "--cluster takes no script"),
+        (["--cluster", "--report"], "--cluster and --report do not go together"),
+        (["--report", "--html", "page.html"], "--html and --report do not go together"),
     ],
 )
 def test_an_invalid_request_is_refused_before_anything_starts(

@@ -121,6 +121,17 @@ def test_slow_links_slow_ranks_and_differing_hosts_are_named(tmp_path: Path) -> 
     )
 
 
+def test_the_links_that_are_recommended_for_a_plan_are_those_of_all_ranks_together(tmp_path: Path) -> None:
+    """A pair alone is faster than each rank of a job whose ranks share a link."""
+    speeds = {"inside": {"bandwidth_bytes_s": 2e9}, "across": {"bandwidth_bytes_s": 1e9}}
+    pairs = ((0, 2), (0, 3), (1, 2), (1, 3))
+    last = recommended(_facts(tmp_path, 4, pairs), speeds)[-1]
+    assert "plan MODEL --ranks 4 " in last
+    assert "--node-ranks 2 --link 1GB/s --inside 2GB/s" in last
+    alone = recommended(_facts(tmp_path, 2), {"inside": {"bandwidth_bytes_s": 2e9}, "across": None})
+    assert "--link 2GB/s plans" in alone[-1]
+
+
 def test_a_report_has_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from fullshard.tools import cli
 
@@ -131,6 +142,7 @@ def test_a_report_has_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "--api-key 12345678 --lr 1",
         "password=hunter2222",
         "https://user:hunter2222@host/path",
+        "https://abcdefgh12345@host/path",
         "Authorization: Bearer abcdefgh12345",
         "hf_abcdefghijklmnop",
     ):

@@ -242,8 +242,8 @@ def _links(facts: Sequence[dict[str, Any]]) -> Iterator[Remark]:
                 yield Remark(False, f"the link of ranks {i} and {j} {name} is slow: {share}")
 
 
-def recommended(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Settings that follow from what was measured."""
+def recommended(facts: Sequence[dict[str, Any]], speeds: dict[str, Any] | None = None) -> list[str]:
+    """Settings that follow from what was measured. `speeds`: per rank, while all ranks send, by level."""
     nodes = len({_node(fact) for fact in facts})
     rates = {name: median(level.values()) for name, level in levels(facts).items()}
     advice = [f"fs.shard(model): zero3, {'one node' if nodes == 1 else f'two levels over {nodes} nodes'}"]
@@ -253,9 +253,18 @@ def recommended(facts: Sequence[dict[str, Any]]) -> list[str]:
             f"links across nodes are {inside / across:.0f} times slower than inside: strategy='hybrid' if a "
             "node holds the model, else keep_node='all'; fs.Precision(across=torch.int8) sends a quarter"
         )
-    slowest = min(rates.values(), default=0.0)
+    measured = {level: speed["bandwidth_bytes_s"] for level, speed in _levels_of(speeds).items()}
+    links = {"inside": measured.get("inside", inside), "across": measured.get("across", across)}
+    slowest = min((rate for rate in links.values() if rate), default=0.0)
     if slowest:
+        shape = f" --node-ranks {len(facts) // nodes}" if nodes > 1 and not len(facts) % nodes else ""
+        rate = f" --inside {links['inside'] / 1e9:.3g}GB/s" if shape and links["inside"] else ""
+        link = links["across"] if shape and links["across"] else slowest
         advice.append(
-            f"fullshard plan MODEL --ranks {len(facts)} --link {slowest / 1e9:.3g}GB/s plans for it"
+            f"fullshard plan MODEL --ranks {len(facts)}{shape} --link {link / 1e9:.3g}GB/s{rate} plans for it"
         )
     return advice
+
+
+def _levels_of(speeds: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    return {level: speeds[level] for level in ("inside", "across") if speeds and speeds.get(level)}

@@ -27,7 +27,7 @@ _SECRETS = (
     re.compile(rf"(?i)([\w.-]*{_WORDS}[\w.-]*[\"']?\s*[=:]\s*[\"']?)([^\s\"',;]+)"),
     re.compile(rf"(?i)(--[\w.-]*{_WORDS}[\w.-]*\s+[\"']?)([^\s\"',;]+)"),
     re.compile(r"(?i)(\bbearer\s+)([\w.~+/=-]{6,})"),
-    re.compile(r"(\w+://[^\s:/@]*:)([^\s@]+)(?=@)"),
+    re.compile(r"(\w+://)([^\s:/@]*:[^\s@]+|[^\s:/@]+)(?=@)"),  # a name may be a token
     re.compile(r"()\b((?:hf|sk|ghp|gho|ghs|github_pat|xox[abp]|glpat|wandb)[_-][\w-]{8,}|AKIA[0-9A-Z]{12,})"),
     re.compile(r"()\b(eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"),
 )

@@ -23,9 +23,10 @@ from fullshard.environment import variables_of_rank
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.launch import require_script
-from fullshard.tools.cli.printing import as_json_text
+from fullshard.tools.cli.printing import as_json_text, write
 from fullshard.tools.cli.shared import AsJson
 
+_FOLDER = "Give a file in a folder that exists and may be written to."
 _GRACE_S = 10.0  # what the other ranks get to end after one has failed
 _RESUMED_STEPS = 2
 # In errors of ranks whose peers have ended: gloo's, NCCL's and of torch's store.
@@ -65,6 +66,9 @@ def _doctor(
     json: AsJson = False,
 ) -> int:
     given = [*(["-m"] if module else []), *(words or [])]
+    _refuse_together(cluster, report, given, html)
+    for option, file in (("--html", html), ("--out", out)):
+        _refuse_unwritable(option, file)
     if cluster:
         from fullshard.tools.cli.doctor_cluster import examine_cluster
 
@@ -77,12 +81,33 @@ def _doctor(
     if html is not None:
         from fullshard.doctor.page import page
 
-        html.write_text(page(examined))
+        write("--html", html, page(examined))
     if json:
         as_json_text(examined.data())
     else:
         print(examined.text())
     return 0 if examined.same else 1
+
+
+def _refuse_together(cluster: bool, report: bool, given: Sequence[str], html: Path | None) -> None:
+    """Options that would not be read."""
+    if cluster and report:
+        raise OptionError("--cluster and --report do not go together", "Ask one after the other.")
+    if cluster and given:
+        raise OptionError(
+            "--cluster takes no script", "It checks the ranks of a launcher. Leave out one of them."
+        )
+    if html is not None and (cluster or report):
+        other = "--cluster" if cluster else "--report"
+        raise OptionError(f"--html and {other} do not go together", "--out FILE writes what it finds.")
+
+
+def _refuse_unwritable(option: str, file: Path | None) -> None:
+    """Before the script runs for minutes."""
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise OptionError(f"{option} {str(file)!r} cannot be written", _FOLDER)
 
 
 def _report(request: _Request, module: bool, out: Path | None, as_json: bool) -> int:
@@ -100,7 +125,8 @@ def _report(request: _Request, module: bool, out: Path | None, as_json: bool) ->
     elif out is None:
         print(as_text(report))
     if out is not None:
-        out.write_text(json_format.dumps(report, indent=1) if out.suffix == ".json" else as_text(report))
+        text = json_format.dumps(report, indent=1) if out.suffix == ".json" else as_text(report)
+        write("--out", out, text)
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fullshard.tools.cli.printing import as_json_text
+from fullshard.tools.cli.printing import as_json_text, write
 
 
 def examine_cluster(out: Path, as_json: bool) -> int:
@@ -27,7 +27,7 @@ def examine_cluster(out: Path, as_json: bool) -> int:
             control.end_groups()
     problems = [remark for remark in found["remarks"] if remark["problem"]]
     if group.rank == 0:
-        out.write_text(json.dumps(found, indent=1))
+        write("--out", out, json.dumps(found, indent=1))
         if as_json:
             as_json_text(found)
         else:
@@ -56,7 +56,7 @@ def _examined(group: Any, folder: Path) -> dict[str, Any]:
     return {
         "ranks": group.ranks,
         "remarks": [asdict(remark) for remark in remarks],
-        "recommended": cluster.recommended(facts),
+        "recommended": cluster.recommended(facts, speeds),
         "links": speeds,
         "parity": parity,
         "facts": facts,

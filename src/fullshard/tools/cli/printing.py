@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.tools.report import Progress, Report, quiet
+from fullshard.errors import OptionError
 
 
 def print_report(report: Report, as_json: bool = False) -> int:
@@ -22,6 +24,17 @@ def print_report(report: Report, as_json: bool = False) -> int:
 
 def as_json_text(data: Any) -> None:
     print(json.dumps(data, indent=1))
+
+
+def write(option: str, file: Path, text: str) -> None:
+    """The file that an option names."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise OptionError(
+            f"{option} {str(file)!r} cannot be written: {error.strerror or error}",
+            "Give a file in a folder that exists and may be written to.",
+        ) from error
 
 
 def table(
