@@ -727,6 +727,28 @@ def right_hook_of_an_output() -> None:
     loop(sharded(Model()), loss_of)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cells(x)[0])
+        return out
+
+
+def right_mean_per_step_of_time() -> None:
+    """Inputs are (time, batch, ...); losses of steps of time are added up, each a mean over the batch."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = batch(step, size=5 * BATCH)[0].view(5, BATCH, WIDTH)
+        targets = x.argmax(2) % 3
+        parts = [F.cross_entropy(out, target) for out, target in zip(model(x), targets, strict=True)]
+        return torch.stack(parts).sum()
+
+    loop(sharded(Recurrent()), loss_of)
+
+
 def frozen_shifts() -> None:
     """By one number for all elements: any other parameter of equal elements lies on that way."""
     plain = Model(nn.LayerNorm(WIDTH))
@@ -1186,6 +1208,7 @@ EXPECTED: dict[str, list[str]] = {
     "right_momentum_encoder": [],
     "right_teacher": [],
     "right_hook_of_an_output": [],
+    "right_mean_per_step_of_time": [],
     "right_time_first": [],
     "right_root_of_a_mean": [],
     "right_copy_of_a_tied_model": [],

@@ -311,26 +311,34 @@ def _across_ranks(examined: Examination) -> Iterator[tuple[_Update, ...]]:
 def loss_is_a_sum(examined: Examination) -> Iterator[Finding]:
     if examined.ranks == 1:
         return
+    made = of_kind(examined.sharded[0], "sharded")
+    time_first = {event["model"] for event in made if event.get("time_first")}
     for updates in _across_ranks(examined):
         for update in updates:
             own = min((r for one in update.micro if (r := _rows_of(one)) is not None), default=float("inf"))
             rows = min(_rows(update.calls), own, _rows_in_the_loss(updates))
-            detail = next(filter(None, (_summed(one, update, rows) for one in update.micro)), None)
+            by_time = update.model in time_first
+            detail = next(filter(None, (_summed(one, update, rows, by_time) for one in update.micro)), None)
             if rows > 1 and detail is not None:
                 yield Finding("loss-is-a-sum", detail, step=update.step)
                 return
 
 
-def _summed(backward: Event, update: _Update, rows: float) -> str | None:
-    """What a loss adds up instead of averaging it."""
+def _summed(backward: Event, update: _Update, rows: float, time_first: bool) -> str | None:
+    """What a loss adds up instead of averaging it.
+
+    A mean per step of time, each over the batch, is added up rightly; only modules that are made for (time,
+    batch, ...) tell it from a mean per sample."""
     term, micro = _main_term(backward), len(update.micro)
     if term is None:
         return None
     divisor = term.divisor / micro if term.divisor >= micro else term.divisor
-    by_time = any(_close(divisor, extent, 0.02) for extent in _second_extents(update.calls))
+    extents = _second_extents(update.calls)
+    by_time = any(_close(divisor, extent, 0.02) for extent in extents)
+    by_time_step = any(_close(term.count, extent) for extent in extents)
     if term.kind == "sum" and rows <= term.count and divisor < 0.98 * rows and not by_time:
         return f"{term.count:.0f} elements of {rows:.4g} samples are added up, not averaged"
-    count = _means_of_samples(backward)
+    count = 0 if time_first and by_time_step else _means_of_samples(backward)
     factor = abs(term.factor) * (micro if term.factor < 1 else 1)
     if count and _close(count, rows) and _close(factor, 1.0):
         return f"the means of {count} samples are added up, not averaged"

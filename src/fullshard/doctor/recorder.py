@@ -174,6 +174,7 @@ class Recorder:
             parameters={p.name: watched.unit_of_parameter(p.name) for _, _, p in watched.values.places},
             trainable=[piece.name for p, _, piece in watched.values.places if p.requires_grad],
             untied=[list(pair) for pair in untied],
+            time_first=any(getattr(m, "batch_first", None) is False for m in model.modules()),
             points=watched.points,
             about={
                 "options": str(runtime.options),
@@ -542,7 +543,7 @@ class Recorder:
         if watched.reference is None or any(id(p) not in own for p in held):
             return None
         if any(optimizer.state.get(p) for p in held):
-            self.note("not compared", why="parameters after steps of an optimizer whose state was loaded")
+            self.note("not compared", why="parameters after steps of an optimizer that had state before")
             return None
         memo: dict[int, Any] = {id(p): watched.reference.parameters[own[id(p)]] for p in held}
         skipped = ("_optimizer_", "_hook", "step")
