@@ -724,6 +724,18 @@ def test_a_plan_in_a_script_is_refused_by_its_reason() -> None:
     assert "--list" not in frozen + wrong
 
 
+def test_a_model_of_transformers_without_a_cache_is_traced_in_a_script() -> None:
+    """As a Trainer sets it; transformers then looks for packed sequences, which have no values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHORT, use_cache=False))
+    choice = fs.plan(model, ranks=2, plan=fs.Planning(machine="h100", memory="8GiB")).choice
+    assert choice is not None
+    assert choice.tokens == 256
+    assert "not known" not in choice.why
+
+
 def test_list_shows_every_size_with_its_parameters() -> None:
     code, out, _ = main("--list")
     rows = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}

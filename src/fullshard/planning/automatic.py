@@ -29,7 +29,7 @@ from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Step
 from fullshard.planning.request import Planning
 from fullshard.planning.settings import BY_NAME, Choice
-from fullshard.planning.subjects import Subject, as_units_get
+from fullshard.planning.subjects import Subject, as_units_get, no_searches
 from fullshard.planning.tracing import Moment, Trace
 from fullshard.planning.work import Work, product
 
@@ -187,10 +187,11 @@ class _Runs:
 
     def __call__(self, model: nn.Module) -> tuple[Tensor, Any]:
         batch = as_units_get(self._batch, model)
-        if isinstance(batch, Mapping):
-            out = model(**batch)
-        else:
-            out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        with no_searches():
+            if isinstance(batch, Mapping):
+                out = model(**batch)
+            else:
+                out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
         return _loss(out), out
 
 

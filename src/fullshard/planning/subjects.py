@@ -147,7 +147,7 @@ def _hugging_face(name: str, text: str, batch: Batch) -> Subject:
     head, why = _head(asked, architectures if isinstance(architectures, list) else [architectures])
 
     def run(model: nn.Module) -> tuple[Tensor, Any]:
-        with _no_searches():
+        with no_searches():
             return head.run(model, as_units_get(head.inputs(asked), model))
 
     traced = f"the {head.name} that transformers {transformers.__version__} builds"
@@ -201,7 +201,7 @@ def _that_runs(asked: Kind, head: Head) -> tuple[Head | None, str]:
     for one in dict.fromkeys((head, replace(head, without_loss=True))):
         try:
             model = _made(partial(_built, one, asked.config))
-            with _no_searches():
+            with no_searches():
                 one.run(model, one.inputs(asked))
         except Exception as error:  # noqa: BLE001  # each class fails in its own way, and another is tried
             problem = problem or in_one_line(error)
@@ -237,7 +237,7 @@ def _config(transformers: Any, config: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _no_searches() -> Iterator[None]:
+def no_searches() -> Iterator[None]:
     """transformers searches positions for packed sequences, masks for hidden tokens and tokens for padding:
     these have no values.
 
