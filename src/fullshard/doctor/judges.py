@@ -327,8 +327,8 @@ def loss_is_a_sum(examined: Examination) -> Iterator[Finding]:
 def _summed(backward: Event, update: _Update, rows: float, time_first: bool) -> str | None:
     """What a loss adds up instead of averaging it.
 
-    A mean per step of time, each over the batch, is added up rightly; it differs from a mean per sample only by
-    modules that are made for (time, batch, ...)."""
+    A mean per step of time, each over the batch, is added up rightly; it differs from a mean per sample only
+    by modules that are made for (time, batch, ...)."""
     term, micro = _main_term(backward), len(update.micro)
     if term is None:
         return None
