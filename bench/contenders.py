@@ -76,7 +76,8 @@ class Contender:
     setting: str
     make: Callable[[GPT], Trainer]
     precision: str = "fp32"
-    nodes: bool = False  # it makes sense on several nodes of several ranks only
+    nodes: bool = False  # it makes sense on several nodes only
+    one_rank: bool = False  # of these: where each has one rank, too
 
     @property
     def name(self) -> str:
@@ -196,7 +197,8 @@ ALL = (
     ),
     Contender(
         "fullshard", "hybrid, bf16 across",
-        partial(fullshard, strategy="hybrid", wire=BF16, across=BF16), "bf16 gradients", nodes=True,
+        partial(fullshard, strategy="hybrid", wire=BF16, across=BF16), "bf16 gradients",
+        nodes=True, one_rank=True,
     ),
     *(
         Contender(
@@ -226,11 +228,14 @@ ALL = (
 )  # fmt: skip
 
 
-def chosen(engines: Sequence[str], precisions: Sequence[str], nodes: bool = False) -> list[Contender]:
-    """The contenders of these engines and precisions, less those that are not installed."""
+def chosen(engines: Sequence[str], precisions: Sequence[str], node_ranks: int = 0) -> list[Contender]:
+    """The contenders of these engines and precisions, less those that are not installed.
+
+    node_ranks: ranks per node; 0 for one node.
+    """
     missing = set() if importlib.util.find_spec("deepspeed") else {"DeepSpeed"}
     found = [c for c in ALL if c.engine in engines and c.precision in precisions and c.engine not in missing]
-    return [c for c in found if nodes or not c.nodes]
+    return [c for c in found if not c.nodes or node_ranks > 1 or (node_ranks and c.one_rank)]
 
 
 # --- the race -----------------------------------------------------------------------------------------

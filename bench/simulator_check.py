@@ -53,7 +53,7 @@ class GlooNetwork(Network):
 
 def rank_main(args: argparse.Namespace) -> None:
     rank, folder = int(os.environ["RANK"]), Path(args.folder)
-    chosen = contenders.chosen(ENGINES, args.precisions, nodes=True)
+    chosen = contenders.chosen(ENGINES, args.precisions, node_ranks=NODE_RANKS)
     speeds_file = folder / "speeds.json"
     if args.phase.startswith("real"):
         contenders.join(None, threads=1)
@@ -125,7 +125,7 @@ def check(rate: str, nodes: Sequence[Node], args: argparse.Namespace) -> list[li
         f"{speed * 8 / 1e6:.4g} Mbit/s and {hop * 1e3:.2f} ms per hop" for speed, hop in (across, inside)
     ]
     print(f"{rate}: measured {links[0]} across, {links[1]} inside, per rank.", flush=True)
-    chosen = contenders.chosen(ENGINES, args.precisions, nodes=True)
+    chosen = contenders.chosen(ENGINES, args.precisions, node_ranks=NODE_RANKS)
     return [
         [rate, contender.name, f"{real * 1e3:.0f}", f"{predicted * 1e3:.0f}", f"{predicted / real:.2f}"]
         for contender, real, predicted in zip(chosen, fastest["real"], fastest["simulated"], strict=True)

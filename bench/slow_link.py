@@ -55,7 +55,7 @@ def rank_main(args: argparse.Namespace) -> None:
     """What a rank runs: look at the link, then race; rank 0 leaves the results in a file."""
     contenders.join(None, threads=1)
     carried = link_rate(bits_per_s(args.rates[0]), args.node_ranks)
-    chosen = contenders.chosen(ENGINES, args.precisions, nodes=args.node_ranks > 1)
+    chosen = contenders.chosen(ENGINES, args.precisions, args.node_ranks)
     results = contenders.race(chosen, MODELS[args.model], args.steps, WARMUP)
     if dist.get_rank() == 0:
         torch.save((carried, results), args.reply)
