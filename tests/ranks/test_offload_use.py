@@ -269,6 +269,64 @@ def test_every_use_of_a_model_leaves_the_same_bits(
     ranks.run(_use, num_ranks, num_ranks, every_option, every_offload, tmp_path, timeout_s=120)
 
 
+# --- steps that raise ---------------------------------------------------------------------------------------
+
+
+class Interrupted(torch.optim.AdamW):
+    fullshard_step = "element-wise"
+    calls: list[str] = []  # noqa: RUF012  what an optimizer counts itself is set back for each chunk
+    most = 0  # calls before Ctrl-C
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append("step")
+        if self.most and len(self.calls) > self.most:
+            raise KeyboardInterrupt
+        return super().step(closure)  # type: ignore[no-untyped-call]
+
+
+def _interrupted(options: dict[str, Any], most: int) -> list[str]:
+    """Ctrl-C behind some chunks of the third step, which is then called again; and the same without chunks:
+    a step on those parameters that have stepped, and one on all."""
+    found, stepped = [], set[str]()
+    for chosen in (options, {**options, "offload": None}):
+        model, _ = new(chosen)
+        optimizer = Interrupted(model.parameters(), lr=1e-2)
+        steps(model, optimizer, 0, 1)
+        backward(model, 2)
+        named = dict(model.named_parameters())
+        if not found:
+            Interrupted.calls.clear()
+            Interrupted.most = most
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            Interrupted.most = 0
+            stepped = {name for name, p in named.items() if optimizer.state[p]["step"] == 3}
+            assert 0 < len(stepped) < len(named)
+        else:
+            kept = {name: p.grad for name, p in named.items()}
+            for name, parameter in named.items():
+                parameter.grad = kept[name] if name in stepped else None
+            optimizer.step()
+            for name, parameter in named.items():
+                parameter.grad = kept[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        steps(model, optimizer, 3)
+        found.append(values(model))
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offload": "host", "precision": "bf16"}, {"offload": fs.Offload(chunk=64)}, {"state": "8bit"}],
+    ids=["host", "chunks", "8bit"],
+)
+def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_and_may_be_called_again(
+    options: dict[str, Any],
+) -> None:
+    assert ranks.run(_interrupted, 2, options, 3) == [[], []]
+
+
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 

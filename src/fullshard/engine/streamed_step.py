@@ -276,8 +276,12 @@ class StreamedStep:
         try:
             if self._disk:
                 self._run_on_disk(before, step)
-            with self._beside(before):
-                self._run(self._in_memory, before, step)
+            try:
+                with self._beside(before):
+                    self._run(self._in_memory, before, step)
+            except BaseException:
+                self._leave(before)
+                raise
         finally:
             StreamedStep.under_way = None
             for parameter, gradient in others:
@@ -345,6 +349,21 @@ class StreamedStep:
                 chunk.span.lane.compute_shard.master_written()
         for state in self._states.values():
             state.undo()
+        self._states.clear()
+        before.restore()
+        self.finish()
+
+    def _leave(self, before: Numbers) -> None:
+        """The step has raised in between. Parameters whose last chunk was stored have stepped, and the states
+        of the others rest as they do."""
+        self._transfers.synchronize()
+        for chunk in self._in_memory:
+            if chunk.span.lane.compute_shard is not None:
+                chunk.span.lane.compute_shard.master_written()
+            chunk.span.lane.stepped()
+        for state in self._states.values():
+            if not state.rests:
+                state.undo()
         self._states.clear()
         before.restore()
         self.finish()
@@ -692,6 +711,7 @@ class ElementState:
         self._keys_before = self._keys
         self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
         self._is_new = not known
+        self.rests = False  # the step on all parts is over
 
     def move_numbers(self, device: torch.device) -> None:
         """Fused steps count on the device that computes; `load_state_dict` follows the parameter's."""
@@ -748,6 +768,7 @@ class ElementState:
 
     def rest(self) -> None:
         """The step on all its parts is over."""
+        self.rests = True
         if self._keys:
             at_rest = {name: self._span.at_rest(key, self._index) for name, key in self._keys.items()}
             self._all[self._parameter].update(at_rest)
