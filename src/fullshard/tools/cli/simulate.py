@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fullshard.tools.simulation.timeline import Timeline
 
 _MEASURING = "Measuring"
+_INSIDE_LATENCY = "3.4us"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _simulate(
             help="Latency of a hop inside a node.",
             rich_help_panel=CLUSTER,
         ),
-    ] = "3.4us",
+    ] = _INSIDE_LATENCY,
     rings: Annotated[
         bool,
         typer.Option(
@@ -244,6 +245,14 @@ def _simulate(
             "Simulate --reduce exchange, which sends the same bytes per micro-batch.",
         )
     where = _device(device)
+    if inside is None and node_ranks is None:
+        _refuse_without_nodes(
+            {
+                "--inside-latency": inside_latency != _INSIDE_LATENCY,
+                "--rings": rings,
+                "--keep-node": keep_node is not None,
+            }
+        )
     network = _Cluster(ranks, link, latency, node_ranks, inside, inside_latency, rings).network()
     if not 0 <= rank < ranks:
         raise OptionError(f"rank {rank} of {ranks} ranks", "Ranks are numbered from 0.")
@@ -268,6 +277,15 @@ def _simulate(
         steps=steps,
     )
     return _measured(scenario, engine, timeline, json)
+
+
+def _refuse_without_nodes(given: dict[str, bool]) -> None:
+    for name, is_given in given.items():
+        if is_given:
+            raise OptionError(
+                f"{name} is about nodes, and the network is flat",
+                "Give --node-ranks and --inside as well, or leave it out.",
+            )
 
 
 def _presets() -> list[str]:
