@@ -436,8 +436,6 @@ def raise_together(kind: str, comms: Iterable[Comm], failure: Failure | None, fa
 class OwnedStep:
     """The steps of one optimizer on entire tensors."""
 
-    num_shown = 0  # optimizers of this process that step so now
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -599,7 +597,6 @@ class OwnedStep:
 
     def _show(self, bucket: _Exchange) -> None:
         self._shown = bucket
-        OwnedStep.num_shown += 1
         for lane in self._lanes:
             lane.recover = self.recover
         for parameter in self._gradients:
@@ -635,7 +632,6 @@ class OwnedStep:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._shown = None
-        OwnedStep.num_shown -= 1
         for lane in self._lanes:
             lane.recover = None
 

@@ -23,10 +23,9 @@ from fullshard.environment import variables_of_rank
 from fullshard.errors import OptionError
 from fullshard.tools.cli.commands import Command
 from fullshard.tools.cli.launch import require_script
-from fullshard.tools.cli.printing import as_json_text, write
+from fullshard.tools.cli.printing import as_json_text, refuse_unwritable, write
 from fullshard.tools.cli.shared import AsJson
 
-_FOLDER = "Give a file in a folder that exists and may be written to."
 _GRACE_S = 10.0  # what the other ranks get to end after one has failed
 _RESUMED_STEPS = 2
 # In errors of ranks whose peers have ended: gloo's, NCCL's and of torch's store.
@@ -68,7 +67,7 @@ def _doctor(
     given = [*(["-m"] if module else []), *(words or [])]
     _refuse_together(cluster, report, given, html)
     for option, file in (("--html", html), ("--out", out)):
-        _refuse_unwritable(option, file)
+        refuse_unwritable(option, file)
     if cluster:
         from fullshard.tools.cli.doctor_cluster import examine_cluster
 
@@ -100,14 +99,6 @@ def _refuse_together(cluster: bool, report: bool, given: Sequence[str], html: Pa
     if html is not None and (cluster or report):
         other = "--cluster" if cluster else "--report"
         raise OptionError(f"--html and {other} do not go together", "--out FILE writes what it finds.")
-
-
-def _refuse_unwritable(option: str, file: Path | None) -> None:
-    """Before the script runs for minutes."""
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise OptionError(f"{option} {str(file)!r} cannot be written", _FOLDER)
 
 
 def _report(request: _Request, module: bool, out: Path | None, as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 
 from fullshard.checkpoint.tools.report import Progress, Report, quiet
 from fullshard.errors import OptionError
+
+_GIVE_A_FILE = "Give a file in a folder that exists and may be written to."
 
 
 def print_report(report: Report, as_json: bool = False) -> int:
@@ -26,14 +29,21 @@ def as_json_text(data: Any) -> None:
     print(json.dumps(data, indent=1))
 
 
+def refuse_unwritable(option: str, file: Path | None) -> None:
+    """Before minutes of work whose result `write` could not write."""
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise OptionError(f"{option} {str(file)!r} cannot be written", _GIVE_A_FILE)
+
+
 def write(option: str, file: Path, text: str) -> None:
     """The file that an option names."""
     try:
         file.write_text(text)
     except OSError as error:
         raise OptionError(
-            f"{option} {str(file)!r} cannot be written: {error.strerror or error}",
-            "Give a file in a folder that exists and may be written to.",
+            f"{option} {str(file)!r} cannot be written: {error.strerror or error}", _GIVE_A_FILE
         ) from error
 
 
