@@ -40,7 +40,7 @@ class Offload:
     disk: a folder for masters and optimizer state that exceed that.
     kinds: what may rest elsewhere: 'compute' (the shards that gathers send), 'master' (those that the
         optimizer updates, where parameters are cast), 'gradients' and 'state' (what the optimizer keeps).
-    chunk: elements of each kind that an optimizer's step works on at once.
+    chunk: elements of each kind that an optimizer's step works on at once; None: 4 Mi, or more, by the model.
     step: where the optimizer's step runs. 'device': what it needs is brought there, and the bits are those of
         a run without offload. 'host': what rests on the host is updated there, for hosts whose memory is
         faster than their link to the device; the results agree to rounding.
@@ -48,15 +48,19 @@ class Offload:
         the next forward, each unit of which waits for its own values, so the bits are the same. Everything
         that reads parameters or states through the model, a state dict or fullshard waits; for code that
         kept a reference to a parameter or to an optimizer's state, call torch.cuda.synchronize() first.
+    one_backward: one rank trains, and each step has one backward. Its bf16 gradients are then not sums of
+        anything, and rest as they were computed: 2 bytes per parameter instead of 4, the same bits. A second
+        backward that adds to them is an error, and so is a write that bf16 cannot hold.
     """
 
     device: int | str = 0
     host: int | str | None = None
     disk: str | os.PathLike[str] | None = None
     kinds: tuple[str, ...] = KINDS
-    chunk: int = 4 * 2**20
+    chunk: int | None = None
     step: str = "device"
     overlap: bool = False
+    one_backward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):
@@ -67,12 +71,14 @@ class Offload:
             raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
         if not isinstance(self.kinds, tuple) or not self.kinds or any(k not in KINDS for k in self.kinds):
             raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")
-        if not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1:
+        chunk = 1 if self.chunk is None else self.chunk
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
             raise OptionError(f"Offload.chunk is {self.chunk!r}", "Give a number of elements.")
         if self.step not in STEPS:
             raise OptionError(f"Offload.step is {self.step!r}", f"Give one of {', '.join(map(repr, STEPS))}.")
-        if not isinstance(self.overlap, bool):
-            raise OptionError(f"Offload.overlap is {self.overlap!r}", "Give True or False.")
+        for name in ("overlap", "one_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"Offload.{name} is {getattr(self, name)!r}", "Give True or False.")
         if self.overlap and self.step == "host":
             raise OptionError(
                 "Offload.overlap is True and Offload.step is 'host'",

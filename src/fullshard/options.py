@@ -122,7 +122,32 @@ def parse(*, on_gpu: bool = False, integration: Integration | None = None, **giv
     options = Options(**values, on_gpu=on_gpu, integration=integration or NO_INTEGRATION)
     if options.reduce == "fixed":
         _require_fixed_order(options)
+    if options.offload is not None and options.offload.one_backward:
+        _require_computed_gradients(options)
     return options
+
+
+def require_one_rank(options: Options, ranks: int) -> None:
+    if options.offload is not None and options.offload.one_backward and ranks > 1:
+        raise OptionError(
+            f"Offload.one_backward is True on {ranks} ranks, whose gradients are summed in fp32",
+            "Leave out one_backward: it is for a model that one rank trains.",
+        )
+
+
+def _require_computed_gradients(options: Options) -> None:
+    precision = options.precision
+    if precision.compute != torch.bfloat16:
+        raise OptionError(
+            "Offload.one_backward is True, and gradients are not computed in bfloat16",
+            "Give precision='bf16', or leave out one_backward.",
+        )
+    if precision.wire not in (None, torch.bfloat16, torch.int8) or options.reduce in ("fixed", "scatter"):
+        raise OptionError(
+            "Offload.one_backward keeps gradients as they were computed, and fs.Precision(wire=...) or "
+            f"reduce={options.reduce!r} asks for another dtype or a sum of several backwards",
+            "Leave out one of them.",
+        )
 
 
 def _require_fixed_order(options: Options) -> None:

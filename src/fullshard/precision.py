@@ -1,9 +1,10 @@
 """Dtype at rest, in compute and on the wire.
 
-A lane has five dtypes: `rest` (the shard, what the optimizer sees), `compute` (the full value),
-`gather` (parameters between ranks), `wire` (gradients between ranks) and `sum` (what gradients are added
-up in). On several nodes there are two more: `gather_across` and `across`, of parameters and of sums of
-gradients between nodes. int8 on the wire means blocks of 256 values with one scale each (see `quantise`).
+A lane has six dtypes: `rest` (the shard, what the optimizer sees), `compute` (the full value), `gather`
+(parameters between ranks), `wire` (gradients between ranks), `sum` (what gradients are added up in) and
+`gradients` (the gradient shard). On several nodes there are two more: `gather_across` and `across`, of
+parameters and of sums of gradients between nodes. int8 on the wire means blocks of 256 values with one
+scale each (see `quantise`).
 """
 
 from __future__ import annotations
@@ -103,6 +104,13 @@ class LaneDtypes:
     across: torch.dtype | None = None  # None: as inside a node, or there are no nodes
     gather_across: torch.dtype | None = None
     state: torch.dtype | None = None  # of what optimizers keep: None as they make it
+    as_computed: bool = (
+        False  # one rank's gradients of one backward: no sum, so they rest as they were packed
+    )
+
+    @property
+    def gradients(self) -> torch.dtype:
+        return self.packed if self.as_computed else self.rest
 
     @property
     def narrowest_bytes(self) -> int:
@@ -138,7 +146,8 @@ class LaneDtypes:
     def training_bytes(self, num_elements: int, trains: bool) -> int:
         """Of elements at rest; where they train, with gradients and Adam's state."""
         rest = num_elements * self.rest.itemsize
-        return 2 * (rest + self.state_bytes(num_elements)) if trains else rest
+        trained = num_elements * self.gradients.itemsize + 2 * self.state_bytes(num_elements)
+        return rest + trained if trains else rest
 
     @property
     def eight_bit_across(self) -> bool:
@@ -204,6 +213,7 @@ def lane_dtypes(
     crosses: bool = False,
     gathers_across: bool = False,
     eight_bit_state: bool = False,
+    one_backward: bool = False,
 ) -> LaneDtypes:
     """Resolve one lane. Only real floating point values are ever cast.
 
@@ -211,7 +221,7 @@ def lane_dtypes(
     than half a bf16 step would be lost every time. Frozen ones stay as they are: nothing updates
     them, and an fp32 copy of a frozen base would double its memory. Gradients that are `scattered` are
     summed by the backend, so they are sent in the dtype of the sum. `crosses`: sums of gradients go between
-    nodes; `gathers_across`: parameters do, too.
+    nodes; `gathers_across`: parameters do, too. `one_backward`: see `fs.Offload`.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return LaneDtypes(dtype, dtype, dtype, dtype, dtype)
@@ -228,7 +238,8 @@ def lane_dtypes(
     gather_across = across if gathers_across and across == torch.int8 else None
     total = torch.float32 if torch.int8 in (wire, across) else total
     state = torch.int8 if eight_bit_state and rest in STATE_DTYPES else None
-    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across, state)
+    as_computed = one_backward and trainable and compute == torch.bfloat16 and rest == torch.float32
+    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across, state, as_computed)
 
 
 def packed_bytes(num_elements: int) -> int:

@@ -307,3 +307,60 @@ def _on_the_host(folder: Path) -> None:
 
 def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:
     ranks.run(_on_the_host, 1, tmp_path)
+
+
+def _as_computed(strategy: str) -> None:
+    import fullshard as fs
+
+    options: dict[str, Any] = {"strategy": strategy, "precision": "bf16"}
+    expected = trained(**options)
+    cases: dict[str, dict[str, Any]] = {
+        "host": {},
+        "state alone": {"kinds": ("state",)},
+        "on the device": {"device": "1GiB"},
+        "some on the device, overlap": {"device": 2**21, "chunk": 30_000, "overlap": True},
+        "overlap, state alone": {"kinds": ("state",), "overlap": True},
+    }
+    for name, given in cases.items():
+        offload = fs.Offload(one_backward=True, **given)
+        same(trained(offload=offload, **options), expected, f"{strategy}, {name}")
+        gc.collect()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
+def test_gradients_that_rest_as_computed_leave_the_same_bits(strategy: str) -> None:
+    ranks.run(_as_computed, 1, strategy)
+
+
+def _not_waiting() -> None:
+    """Nothing that rests on the device, and steps there, waits for an update of the rest that goes on."""
+    import fullshard as fs
+    from fullshard.engine.runtime import runtime_of
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    offload = fs.Offload(device="90MiB", kinds=("state",), overlap=True)
+    model = fs.shard(model, offload=offload, **BLOCKS)
+    lanes = runtime_of(model).lanes
+    assert {lane.homes.state.kind for lane in lanes} == {"device", "host"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    x = torch.randn(64, 1024, device="cuda")
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    transfers = lanes[0].homes.transfers
+    with transfers.down():
+        torch.cuda._sleep(4_000_000_000)  # two seconds: what is stored waits for this
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.current_stream().synchronize()
+    assert transfers.pending is not None
+    assert not transfers.pending.over()
+    torch.cuda.synchronize()
+
+
+def test_a_step_on_the_device_does_not_wait_for_an_update_that_goes_on() -> None:
+    ranks.run(_not_waiting, 1)

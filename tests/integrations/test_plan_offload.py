@@ -11,8 +11,7 @@ from test_plan_command import GIB, asked, main
 
 import fullshard as fs
 from fullshard.byte_sizes import parse_size
-from fullshard.offload import Offload
-from fullshard.plan.homes import SLAB_SETS
+from fullshard.plan.homes import SMALLEST_CHUNK, slab_sets
 from fullshard.planning.subjects import Batch, find
 
 SMALL = ("gpt2-medium", "--sequence", "64", "--ranks", "2", "--strategy", "zero3")
@@ -43,7 +42,7 @@ def test_values_take_18_bytes_per_parameter_and_slabs_a_chunk_of_them() -> None:
     assert one["host_bytes"] == pytest.approx(18 * count, rel=0.001)
     assert one["rest_bytes"] == 0
     _, alone = asked(*SMALL, "--offload", "host", "--ranks", "1")
-    assert alone["strategies"]["zero3"]["slab_bytes"] == SLAB_SETS * 18 * Offload.chunk
+    assert alone["strategies"]["zero3"]["slab_bytes"] == slab_sets(SMALLEST_CHUNK) * 18 * SMALLEST_CHUNK
     parts = ("rest_bytes", "slab_bytes", "full_bytes", "sending_bytes", "activation_bytes")
     assert one["peak_bytes"] == sum(one[part] for part in parts)
 

@@ -10,7 +10,15 @@ import pytest
 import documents
 from fullshard.engine.transfers import HELD
 from fullshard.offload import Offload
-from fullshard.plan.homes import AUTO_SHARE, SLAB_SETS
+from fullshard.plan.homes import (
+    AUTO_SHARE,
+    CHUNKS,
+    LARGE_CHUNK,
+    LARGEST_CHUNK,
+    SMALLEST_CHUNK,
+    chunk_of,
+    slab_sets,
+)
 from fullshard.planning.transfers import Rates
 
 
@@ -46,12 +54,18 @@ def test_some_cells_of_the_table_are_what_the_planner_computes(
 
 
 def test_the_page_has_the_numbers_of_the_engine() -> None:
-    text = (documents.ROOT / "docs" / "offload.md").read_text()
-    chunk = Offload.chunk // 2**20
-    slabs = 18 * SLAB_SETS * chunk
-    assert f"{SLAB_SETS} sets of a chunk of each kind" in text
-    assert f"{SLAB_SETS} · {chunk} Mi · 18 bytes = {slabs} MiB" in text
-    assert f"by default {chunk} Mi)" in text
+    text = " ".join((documents.ROOT / "docs" / "offload.md").read_text().split())
+    chunk, large, largest = (size // 2**20 for size in (SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK))
+    sets = slab_sets(SMALLEST_CHUNK)
+    slabs = 18 * sets * chunk
+    assert f"{sets} sets of a chunk of each kind" in text
+    assert f"{sets} · {chunk} Mi · 18 bytes = {slabs} MiB" in text
+    assert f"or {slab_sets(LARGEST_CHUNK)} of larger chunks" in text
+    assert f"from {chunk} Mi to {large} Mi, or to {largest} Mi with `overlap=True`" in text
+    assert f"a rank has at most {CHUNKS} chunks" in text
+    of_8b = chunk_of(Offload(overlap=True), 8_030_000_000)
+    assert f"an 8B on one rank {of_8b // 2**20} Mi elements" in text
+    assert f"in {18 * slab_sets(of_8b) * of_8b // 2**20:,} MiB of slabs" in text
     assert HELD == 2
     assert "at most three gradient" in text
     assert f"{AUTO_SHARE:.0%}".replace("%", " %") + " of what is free" in text

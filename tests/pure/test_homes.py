@@ -16,14 +16,15 @@ from fullshard.byte_sizes import parse_size, size, size_option
 from fullshard.errors import OffloadError, OptionError
 from fullshard.offload import Offload, parse
 from fullshard.plan.homes import (
-    SLAB_SETS,
     Budget,
     Free,
     LaneBytes,
     LaneHomes,
     budget_of,
     choose,
+    chunk_of,
     slab_bytes,
+    slab_sets,
     usage,
 )
 
@@ -218,18 +219,43 @@ def test_ranks_of_one_host_share_its_budget_and_auto_leaves_room() -> None:
     auto = budget_of(Offload(device="auto", host="auto", chunk=5), [CAST], 2**30, free)
     assert auto.host == 600
     slabs = slab_bytes([CAST], [EVERYTHING], 5)
-    assert slabs == SLAB_SETS * 90
+    assert slabs == slab_sets(5) * 90
     assert auto.device == int((99 * 2**30 - slabs) * 0.6)
 
 
 def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
     frozen = LaneBytes(100, 200, 0, 0, 50)
-    assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000) == SLAB_SETS * 180
-    assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000) == SLAB_SETS * 160
+    assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000) == slab_sets(1000) * 180
+    assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000) == slab_sets(1000) * 160
     assert slab_bytes([CAST, frozen], [LaneHomes(), EVERYTHING], 1000) == 0
     # A step on the host has there what does not rest there.
     assert slab_bytes([CAST], [EVERYTHING], 1000, "host") == 0
-    assert slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, "host") == SLAB_SETS * 60
+    assert (
+        slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, "host")
+        == slab_sets(1000) * 60
+    )
+
+
+def test_gradients_that_rest_as_computed_have_a_slab_in_the_dtype_of_the_step_wherever_they_rest() -> None:
+    lane = LaneBytes(20, 40, 20, 80, 10)
+    assert slab_bytes([lane], [EVERYTHING], 1000) == slab_sets(1000) * (160 + 40)
+    assert slab_bytes([lane], [LaneHomes(state="host")], 1000) == slab_sets(1000) * (80 + 40)
+    assert slab_bytes([lane], [LaneHomes()], 1000) == 40
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "chunk"),
+    [(0, 4), (10**6, 4), (10**9, 4), (3_750_000_000, 8), (8 * 10**9, 16), (13 * 10**9, 32), (10**12, 32)],
+)
+def test_chunks_grow_with_what_steps_up_to_a_limit(num_elements: int, chunk: int) -> None:
+    """A host that issues thousands of small chunks keeps a forward from beginning."""
+    assert chunk_of(Offload(overlap=True), num_elements) == chunk * 2**20
+    assert chunk_of(Offload(), num_elements) == min(8, chunk) * 2**20
+    assert chunk_of(Offload(chunk=7), num_elements) == 7
+
+
+def test_chunks_of_a_step_that_is_complete_take_the_same_memory_whatever_their_size() -> None:
+    assert slab_sets(8 * 2**20) * 8 == slab_sets(4 * 2**20) * 4
 
 
 def test_a_model_that_is_offloaded_and_computes_on_the_host_beside_a_gpu_is_warned_of(

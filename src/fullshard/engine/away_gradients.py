@@ -1,9 +1,12 @@
-"""Gradients that do not rest where their parameters do, or are on their way there.
+"""Gradients that do not rest where their parameters do, are on their way there, or rest in another dtype.
 
 Torch wants `p.grad` on the device of `p`. An AwayGradient is there by name only: it has no memory, and
 whatever is computed with it is computed with the values of its gradient shard, wherever these lie. Clipping
 does not wait for values that have left for the host: norms were computed on the device before they left, and
 factors are kept until an optimizer's step has the values on the device again.
+
+Those that rest as they were computed (`fs.Offload(one_backward=True)`) are fp32 by name and bf16 in memory.
+They are read in fp32, from a copy; so a view of one is refused: what is written into it would be lost.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from torch.utils._pytree import tree_map
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.cuts import Cut
-from fullshard.engine.gradients import GradShard, Holder, await_update, gradients_in
+from fullshard.engine.gradients import HANDLERS, GradShard, Holder, gradients_in, name_of, plainly, reshape
+from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__)
+_ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_COPIED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # by us, for reading
 
 
 class Source(Protocol):
@@ -40,8 +46,12 @@ class Source(Protocol):
         """Of this rank's part, on the compute device, if it was computed before the values left."""
         ...
 
-    def written(self) -> None:
-        """Known norms are not true any more."""
+    def in_dtype(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Values that rest, as the gradient has them: themselves, or a copy in its dtype."""
+        ...
+
+    def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
+        """User code has written these: known norms are not true any more. Raises if they cannot rest."""
         ...
 
 
@@ -56,7 +66,7 @@ class AwayGradient(GradShard):
         source: Source,
         index: int,
         values: torch.Tensor,
-        device: torch.device,
+        like: torch.Tensor,
         comm: Comm,
         part: torch.Tensor | None,
         holder: Holder,
@@ -64,7 +74,7 @@ class AwayGradient(GradShard):
         cut: Cut,
     ) -> AwayGradient:
         gradient: AwayGradient = torch.Tensor._make_wrapper_subclass(
-            AwayGradient, values.shape, strides=values.stride(), dtype=values.dtype, device=device
+            AwayGradient, values.shape, strides=values.stride(), dtype=like.dtype, device=like.device
         )
         gradient.comm, gradient.holder, gradient.answers, gradient.cut = comm, holder, answers, cut
         gradient.replicated = part is not None
@@ -78,7 +88,7 @@ class AwayGradient(GradShard):
     def part(self) -> torch.Tensor:  # type: ignore[override]
         """On the compute device, for reading: there sums have the bits of a gradient that never left it."""
         self.source.settle()
-        return self.part_at_rest.to(self.comm.device)
+        return self.source.in_dtype(self.parameter, self.part_at_rest.to(self.comm.device))
 
     @property
     def known_norm(self) -> torch.Tensor | None:
@@ -95,21 +105,33 @@ class AwayGradient(GradShard):
                 near = [g for g in scaled if not isinstance(g, AwayGradient)]
                 if near:  # together: in one call for those on the device
                     func(near, args[1])
+                factor = args[1].detach() if isinstance(args[1], torch.Tensor) else args[1]
                 for gradient in scaled:
                     if isinstance(gradient, AwayGradient):
-                        gradient.scale(args[1])
+                        gradient.scale(factor)
                 return None if many else args[0]
+        first = args[0] if args else None
+        if isinstance(first, AwayGradient) and first.rests_as_computed:
+            if func in _ALIASES:
+                return first
+            if HANDLERS.get(func) is reshape:
+                _refuse_view(func)
         return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def rests_as_computed(self) -> bool:
+        with plainly():
+            return self.values_at_rest.dtype != self.dtype
 
     def scale(self, factor: Factor) -> None:
         values = self.values_at_rest
         if isinstance(factor, torch.Tensor):
-            factor = factor.detach().to(values.device if values.is_cuda else self.comm.device)
+            factor = factor.to(values.device if values.is_cuda else self.comm.device)
         if not self.source.postpone_factor(self.parameter, factor):
-            await_update()
+            self.holder.await_update()
             self.source.settle()
-            self.source.written()
             values.mul_(factor)
+            self.source.write(self.parameter, values, values)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -117,29 +139,54 @@ class AwayGradient(GradShard):
     ) -> Any:
         """Computes with the values at rest. What is written in place is the gradient itself."""
         kwargs = kwargs or {}
-        changes = func._schema.is_mutable
-        for gradient in gradients_in(args, kwargs.values()):
-            if isinstance(gradient, AwayGradient):
-                gradient.source.settle()
-                if changes:
-                    gradient.source.written()
+        found = [g for g in gradients_in(args, kwargs.values()) if isinstance(g, AwayGradient)]
+        for gradient in found:
+            gradient.source.settle()
         if func is _UNSCALE:
             return _unscale(*args)
-        out = func(*tree_map(_at_rest, args), **tree_map(_at_rest, kwargs))
+        makes_view = func not in _COPIED and any(r.alias_info for r in func._schema.returns)
+        changes = func._schema.is_mutable
+        if makes_view and not changes and any(g.rests_as_computed for g in found):
+            _refuse_view(func)
+        values = {id(g): g.source.in_dtype(g.parameter, g.values_at_rest) for g in found}
+
+        def at_rest(value: Any) -> Any:
+            return values[id(value)] if isinstance(value, AwayGradient) else value
+
+        out = func(*tree_map(at_rest, args), **tree_map(at_rest, kwargs))
+        for gradient in _written(func, args, kwargs) if changes else ():
+            gradient.source.write(gradient.parameter, gradient.values_at_rest, values[id(gradient)])
         return args[0] if changes and args and isinstance(out, torch.Tensor) else out
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[AwayGradient]:
+    """Into which an operation writes, by its schema."""
+    schema = func._schema.arguments
+    named = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    places = [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
+    return [g for g in gradients_in(places) if isinstance(g, AwayGradient)]
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """GradScaler's: its numbers are on the compute device."""
-    values = [_at_rest(gradient) for gradient in gradients]
+    values = [
+        g.source.in_dtype(g.parameter, g.values_at_rest) if isinstance(g, AwayGradient) else g
+        for g in gradients
+    ]
     found = found_inf.to(values[0].device)
     _UNSCALE(values, found, inv_scale.to(values[0].device))
     if found is not found_inf:
         found_inf.copy_(found)
+    for gradient, value in zip(gradients, values, strict=True):
+        if isinstance(gradient, AwayGradient):
+            gradient.source.write(gradient.parameter, gradient.values_at_rest, value)
 
 
-def _at_rest(value: Any) -> Any:
-    return value.values_at_rest if isinstance(value, AwayGradient) else value
+def _refuse_view(func: Any) -> Any:
+    raise GradientError(
+        f"{name_of(func)!r} of a gradient that rests in bf16, as it was computed, would be a view of a copy",
+        "Take p.grad.clone() first to read it, or leave out fs.Offload(one_backward=True).",
+    )
 
 
 def _is_factor(value: Any) -> bool:

@@ -14,27 +14,34 @@ from fullshard.engine.gradients import GradShard, Holder
 from fullshard.engine.home import Home, HostHome
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.transfers import Mark
+from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
+from fullshard.precision import LaneDtypes
 
 
 class LaneGradients:
-    """Gradients of one lane at rest, in the dtype of its shard. A replicated lane has every interval.
+    """Gradients of one lane at rest, in the dtype of its shard or as they were computed. A replicated lane
+    has every interval.
 
-    `away_from`: the device of the parameters, where these gradients rest elsewhere; see `away_gradients`.
+    `away_from`: the device of the parameters, where these gradients rest elsewhere, or in another dtype; see
+    `away_gradients`.
     """
 
     def __init__(
         self,
+        unit: str,
         layout: Layout,
-        dtype: torch.dtype,
+        dtypes: LaneDtypes,
         comm: Comm,
         home: Home,
         replicated: bool,
         away_from: torch.device | None,
     ) -> None:
-        self._layout, self._comm, self._replicated, self.home = layout, comm, replicated, home
-        self._away_from = away_from
-        self.flat = home.zeros(layout.total if replicated else layout.interval, dtype)
+        self._unit, self._layout, self._comm, self._replicated = unit, layout, comm, replicated
+        self.home, self._away_from = home, away_from
+        self._dtype = dtypes.rest  # of p.grad, and of what an optimizer's step has
+        self.as_computed = dtypes.as_computed
+        self.flat = home.zeros(layout.total if replicated else layout.interval, dtypes.gradients)
         self.own = self.flat.view(comm.ranks, -1)[comm.rank] if replicated else self.flat
         self.holder = Holder()
         self._norms: list[torch.Tensor] | None = None  # of views, where these have left the device
@@ -67,11 +74,22 @@ class LaneGradients:
         piece = layout.pieces[index]
         cut = Cut.of_rank(layout, piece, comm.rank) if held is None else Cut.of(piece, held)
         if self._away_from is not None:
-            device = self._away_from
-            return AwayGradient.of(self, index, values, device, comm, part, self.holder, answers, cut)
+            like = torch.empty(0, dtype=self._dtype, device=self._away_from)
+            return AwayGradient.of(self, index, values, like, comm, part, self.holder, answers, cut)
         return GradShard.make(values, comm, part, self.holder, answers, cut)
 
     # ---- a sum that lands here
+
+    def require_no_sum(self, divisor: float) -> None:
+        """Before gradients arrive: those that rest as they were computed are neither added up nor divided."""
+        if self.as_computed and (self.live or divisor != 1):
+            found = f"are to be divided by {divisor}" if divisor != 1 else "of this step are there already"
+            raise StateError(
+                f"gradients of {unit_label(self._unit)} {found}, and fs.Offload(one_backward=True) keeps "
+                "those of one backward per step, as they were computed",
+                "Call optimizer.zero_grad() after each step, with set_to_none=True; or leave out "
+                "one_backward to accumulate gradients.",
+            )
 
     def staged(self) -> torch.Tensor:
         """This rank's interval on the compute device; its values only if a sum is added to them."""
@@ -83,11 +101,10 @@ class LaneGradients:
         return torch.empty_like(self.own, device=self.home.compute_device)
 
     def put_back(self, staged: torch.Tensor) -> None:
-        if staged is self.own:
-            return
         self._factors.clear()
         self._norms = self._norms_of(staged)
-        self._land(self.own, staged)
+        if staged is not self.own:
+            self._land(self.own, staged)
 
     def staged_flat(self) -> torch.Tensor:
         """Every interval of a replicated lane, on the compute device."""
@@ -102,7 +119,8 @@ class LaneGradients:
         self.landed = self.home.land(values, staged)
 
     def _norms_of(self, staged: torch.Tensor) -> list[torch.Tensor] | None:
-        if self._away_from is None or self.home.kind == "device":
+        """While the values are here: they are about to leave, or take more memory in the dtype of a norm."""
+        if self._away_from is None or (self.home.kind == "device" and not self.as_computed):
             return None
         ranges = [self._layout.in_shard(piece, self._comm.rank) for piece in self._layout.pieces]
         parts = [
@@ -110,8 +128,12 @@ class LaneGradients:
             for piece, (start, stop) in zip(self._layout.pieces, ranges, strict=True)
         ]
         filled = [part for part in parts if part.numel()]
-        norms = iter(torch._foreach_norm(filled) if filled else ())
-        real = staged.dtype.to_real()  # a norm is, of complex gradients too
+        if self.as_computed:  # one after the other
+            known = [torch._foreach_norm([part.to(self._dtype)])[0] for part in filled]
+        else:
+            known = list(torch._foreach_norm(filled)) if filled else []
+        norms = iter(known)
+        real = self._dtype.to_real()  # a norm is, of complex gradients too
         return [next(norms) if part.numel() else part.new_zeros((), dtype=real) for part in parts]
 
     # ---- what AwayGradients ask
@@ -125,14 +147,38 @@ class LaneGradients:
         self._apply_factors()
 
     def postpone_factor(self, index: int, factor: Factor) -> bool:
-        if self.home.kind == "device":
+        if self.home.kind == "device" and not self.as_computed:
             return False
         self._norms = None
         self._factors.setdefault(index, []).append(factor)
         return True
 
+    def in_dtype(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        if not self.as_computed:
+            return values
+        values = values.to(self._dtype)
+        for factor in self.factors(index):
+            values.mul_(factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
+        return values
+
+    def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
+        self._norms = None
+        if values is place:
+            return
+        narrow = values.to(place.dtype)
+        if not torch.allclose(narrow.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
+            name = self._layout.pieces[index].name
+            raise GradientError(
+                f"the gradient of {name!r} in {unit_label(self._unit)} rests in {place.dtype}, as it was "
+                "computed, and was given values that this cannot hold",
+                "Leave out fs.Offload(one_backward=True) to write into gradients; clipping and scaling by a "
+                "number work with it.",
+            )
+        place.copy_(narrow)
+        self._factors.pop(index, None)
+
     def _apply_factors(self) -> None:
-        if not self._factors:
+        if not self._factors or self.as_computed:
             return
         if self.landed is not None:
             self.landed.synchronize()
@@ -149,9 +195,6 @@ class LaneGradients:
 
     def known_norm(self, index: int) -> torch.Tensor | None:
         return None if self._norms is None else self._norms[index]
-
-    def written(self) -> None:
-        self._norms = None
 
     def _storage_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))

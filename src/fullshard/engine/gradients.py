@@ -39,10 +39,11 @@ class Holder:
     """What the gradients of one lane have in common."""
 
     any_postponed = False  # some holder of this process may be: the only thing the hot path looks at
-    updating: Mark | None = None  # behind a step that goes on beside computing and may read gradients yet
+    any_updating = False
 
     def __init__(self) -> None:
         self._postponed = False
+        self._update: Mark | None = None
         self.zeroed = False  # the user zeroed them while they were postponed
 
     @property
@@ -55,15 +56,19 @@ class Holder:
         self._postponed = value
         Holder.any_postponed = Holder.any_postponed or value
 
+    def read_until(self, update: Mark | None) -> None:
+        """A step that goes on beside computing reads these gradients until then."""
+        self._update = update
+        Holder.any_updating = Holder.any_updating or update is not None
+
+    def await_update(self) -> None:
+        """What computes with these gradients from here on begins behind a step that may read them yet."""
+        if self._update is not None:
+            self._update.wait()
+            self._update = None
+
 
 _SETTLED = Holder()
-
-
-def await_update() -> None:
-    """What computes with gradients from here on begins behind a step that may read them yet."""
-    if Holder.updating is not None:
-        Holder.updating.wait()
-        Holder.updating = None
 
 
 class Step:
@@ -124,7 +129,9 @@ class GradShard(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        await_update()
+        if Holder.any_updating:
+            for gradient in gradients_in(args, kwargs.values()):
+                gradient.holder.await_update()
         if Holder.any_postponed:
             _refuse_postponed(func, args, kwargs)
         handler = HANDLERS.get(func)
@@ -314,7 +321,7 @@ def _cut_of_attribute(func: Callable[..., Any], cut: Cut | None) -> Cut | None:
     return cut.permuted(dims[::-1] if name in ("T", "H") else [*dims[:-2], dims[-1], dims[-2]])
 
 
-def _reshape(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def reshape(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The same elements in another shape: sizes and dimensions are those of the unsharded gradient."""
     shard = args[0] if args else kwargs.get("input")
     if not isinstance(shard, GradShard) or shard.replicated or shard.cut is None or Step.running:
@@ -357,7 +364,7 @@ def relabel_local(shard: GradShard, out: torch.Tensor) -> Any:
 for _name in RESHAPES:
     for _owner in (torch, torch.Tensor):
         if hasattr(_owner, _name):
-            HANDLERS[getattr(_owner, _name)] = _reshape
+            HANDLERS[getattr(_owner, _name)] = reshape
 
 
 def refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

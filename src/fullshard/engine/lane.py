@@ -21,7 +21,8 @@ Buffers, for R ranks, a layout of total = R * interval elements, and this rank r
       rows               1 row     wire     while it comes between      decode(rows) = values, if these are
                          per node           nodes                       sent there in 8-bit blocks
     unsharded            total     rest     inside fs.full              every rank's rest, end to end
-    gradients.flat       as rest   rest     from the first backward     mean over ranks of their gradients
+    gradients.flat       as rest   rest or  from the first backward     mean over ranks of their gradients, or
+                                   packed                               those of one rank as computed
     send_buffer          total     packed   pack to end of exchange     this rank's full gradients
     accumulation         total     sum      inside fs.accumulate        sum of micro-batches, replicate, zero1
 
@@ -146,13 +147,15 @@ class Lane:
 
     def make_gradients(self) -> LaneGradients:
         """A new gradient shard, of zeros."""
+        away = {self.home.kind, self.homes.gradients.kind} != {"device"} or self.dtypes.as_computed
         self.gradients = LaneGradients(
+            self.unit,
             self.layout,
-            self.dtypes.rest,
+            self.dtypes,
             self.comm,
             self.homes.gradients,
             self.replicated,
-            self.rest.device if {self.home.kind, self.homes.gradients.kind} != {"device"} else None,
+            self.rest.device if away else None,
         )
         self._show(self.gradients.views)
         return self.gradients
@@ -199,7 +202,7 @@ class Lane:
     @property
     def streams_steps(self) -> bool:
         """Whether an optimizer steps on it in chunks: some values are elsewhere, or in another form."""
-        return self.homes.streams_steps or self.dtypes.eight_bit_state
+        return self.homes.streams_steps or self.dtypes.eight_bit_state or self.dtypes.as_computed
 
     @property
     def share_bytes(self) -> int:

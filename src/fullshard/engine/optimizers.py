@@ -50,6 +50,7 @@ from fullshard.errors import OptimizerError, StateError, unit_label
 from fullshard.muon import Muon
 from fullshard.offload import Offload
 from fullshard.option_table import OPTIMIZER_STEPS
+from fullshard.plan.homes import chunk_of
 from fullshard.plan.layout import Region
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -324,21 +325,23 @@ def _wraps_another(optimizer: Optimizer) -> bool:
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
     if _wraps_another(optimizer):
         return None
-    lanes, offloads = [], []
+    lanes, chunks, steps = [], [], set()
     for runtime in runtimes:
         if any(lane.streams_steps for lane in runtime.lanes):
             lanes += runtime.lanes
-            offloads.append(runtime.options.offload or Offload())
+            offload = runtime.options.offload or Offload()
+            trained = sum(len(lane.rest) for lane in runtime.lanes if any(lane.trainable))
+            chunks.append(chunk_of(offload, trained))
+            steps.add((offload.step, offload.overlap))
     if not lanes:
         return None
-    steps = {(offload.step, offload.overlap) for offload in offloads}
     if len(steps) > 1:
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters of models that step in different ways",
             "Give these models the same fs.Offload(step=..., overlap=...), or an optimizer each.",
         )
     step, overlap = steps.pop()
-    return StreamedStep(optimizer, lanes, min(offload.chunk for offload in offloads), step == "host", overlap)
+    return StreamedStep(optimizer, lanes, min(chunks), step == "host", overlap)
 
 
 def streamed_step(optimizer: Optimizer) -> StreamedStep | None:

@@ -396,6 +396,7 @@ class Reduction:
         if self._fixed:
             self._sum_in_tree(flight)
             return
+        gradients.require_no_sum(flight.divisor)
         own = gradients.staged()
         if flight.leg is Leg.BACK:
             total = self._gathered_back(flight)[: len(own)]

@@ -232,6 +232,7 @@ def take_over_grads(lane: Lane) -> None:
     gradients.live = gradients.was_live = any(g is not None for g in current)
     if not gradients.live:
         return
+    gradients.require_no_sum(1)
     for parameter, piece, view, value in zip(
         lane.parameters, lane.layout.pieces, gradients.views, current, strict=True
     ):

@@ -30,20 +30,29 @@ def _is_count(key: Any, value: Any) -> bool:
     return isinstance(value, bool | int | float) or _is_tensor(value)
 
 
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
 class Snapshot:
     """The numbers in a dict, and how to set them back."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self._numbers = {k: v for k, v in values.items() if isinstance(v, bool | int | float | complex)}
-        self._tensors = {k: (v, v.detach().clone()) for k, v in values.items() if _is_tensor(v)}
+        tensors = [(k, v) for k, v in values.items() if _is_tensor(v)]
+        self._tensors = {k: (v, v.detach().clone(), _version(v)) for k, v in tensors}
 
     @property
     def on_device(self) -> bool:
-        return any(tensor.device.type != "cpu" for tensor, _ in self._tensors.values())
+        return any(tensor.device.type != "cpu" for tensor, *_ in self._tensors.values())
 
-    def restore(self, values: dict[Any, Any]) -> None:
+    def restore(self, values: dict[Any, Any], unless_as_it_was: bool = False) -> None:
+        """`unless_as_it_was`: tensors that were not written since are not copied, which is a launch each."""
         values.update(self._numbers)
-        for key, (tensor, value) in self._tensors.items():
+        for key, (tensor, value, version) in self._tensors.items():
+            was_there = key in values and values[key] is tensor
+            if unless_as_it_was and was_there and version is not None and _version(tensor) == version:
+                continue
             values[key] = tensor
             with torch.no_grad():
                 tensor.copy_(value)

@@ -8,8 +8,9 @@ that the optimizer skips it. An element-wise step is the same for any cut: this 
     step       the optimizer's own code                       on the compute stream
     store      master, compute shard, states: slab -> home    on the stream to the host
 
-Slabs are allocated once, SLAB_SETS of each kind: while one chunk steps, the next is fetched and the last is
-stored. What rests on the compute device is used where it is.
+Slabs are allocated once, some sets of each kind (`plan.homes.slab_sets`): while one chunk steps, the next is
+fetched and the last is stored. What rests on the compute device is used where it is. What rests on the host
+comes as soon as this process asks for it, although the device may still compute gradients.
 
 With `fs.Offload(step="host")` the chunk is on the host instead, and the streams change places.
 
@@ -44,7 +45,8 @@ from torch.optim.optimizer import Optimizer
 from fullshard.engine import low_bit
 from fullshard.engine.block_state import BlockState
 from fullshard.engine.disk_home import DiskHome
-from fullshard.engine.gradients import Holder, plainly
+from fullshard.engine.gradient_shard import LaneGradients
+from fullshard.engine.gradients import plainly
 from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
 from fullshard.engine.step_numbers import Numbers, Snapshot
@@ -52,10 +54,12 @@ from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
 from fullshard.host_memory import host_zeros
-from fullshard.plan.homes import SLAB_SETS
+from fullshard.plan.homes import slab_sets
 from fullshard.plan.layout import round_up, shard_shape
 from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
+# On an H200 these take less time together than copies for the other one, beside a forward too (8 did not).
+NEAR_PER_FETCHED = 3
 ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
 
 _Key = tuple[str, torch.dtype]  # of a state
@@ -190,6 +194,22 @@ def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
         yield chunk()
 
 
+def _is_near(chunk: Chunk, on_host: bool) -> bool:
+    """Whether all that a step on it needs is where it runs."""
+    return not (on_host or chunk.span.lane.homes.streams_steps)
+
+
+def _in_turn(chunks: Sequence[Chunk], on_host: bool) -> list[Chunk]:
+    """Between those that are fetched, some that need not be: the link has work from the first moment on."""
+    near = deque(chunk for chunk in chunks if _is_near(chunk, on_host))
+    order: list[Chunk] = []
+    for chunk in chunks:
+        if not _is_near(chunk, on_host):
+            order.append(chunk)
+            order += [near.popleft() for _ in range(min(NEAR_PER_FETCHED, len(near)))]
+    return [*order, *near]
+
+
 def _disk_homes(lane: Lane) -> list[DiskHome]:
     return [home for home in (lane.home, lane.homes.state) if isinstance(home, DiskHome)]
 
@@ -210,7 +230,7 @@ class StreamedStep:
         self._chunks = [c for span in self._spans for c in chunks_of(span, chunk)]
         # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
         self._on_disk = [c for c in self._chunks if _disk_homes(c.span.lane)]
-        self._in_memory = [c for c in self._chunks if c not in self._on_disk]
+        self._in_memory = _in_turn([c for c in self._chunks if c not in self._on_disk], on_host)
         homes = [home for chunk in self._on_disk for home in _disk_homes(chunk.span.lane)]
         self._disk = list({id(home): home for home in homes}.values())
         away = [lane.homes for lane in self._lanes if lane.homes.streams_steps]
@@ -219,10 +239,8 @@ class StreamedStep:
         self._places = {span.lane.parameters[i]: (span, i) for span in self._spans for i in span.indices}
         size = max((c.stop - c.start for c in self._chunks), default=0)
         self._site = _Site(self._transfers, on_host)
-        # Where nothing comes from elsewhere, there is nothing to run ahead of.
-        num_sets = SLAB_SETS if away else 1
-        self._slabs = [_Slabs(round_up(size, BLOCK), self._site) for _ in range(num_sets)]
-        self._next_slabs = 0
+        self._slabs = deque(_Slabs(round_up(size, BLOCK), self._site) for _ in range(slab_sets(chunk)))
+        self._near_slabs = _Slabs(round_up(size, BLOCK), self._site)
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, ElementState] = {}
         self._counted: Numbers | None = None
@@ -300,9 +318,13 @@ class StreamedStep:
             shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
             if not shown:
                 continue
-            if len(fetched) == max(1, len(self._slabs) - 1):
+            if _is_near(chunk, self._site.on_host):
+                self._finish_chunk(self._fetch(chunk, shown, self._near_slabs), before, step)
+                continue
+            if len(fetched) == len(self._slabs) - 1:
                 self._finish_chunk(fetched.popleft(), before, step)
-            fetched.append(self._fetch(chunk, shown))
+            self._slabs.rotate()
+            fetched.append(self._fetch(chunk, shown, self._slabs[0]))
         while fetched:
             self._finish_chunk(fetched.popleft(), before, step)
 
@@ -315,7 +337,10 @@ class StreamedStep:
             return
         with self._transfers.beside():
             yield
-        self._transfers.pending = Holder.updating = self._transfers.mark_down()
+        self._transfers.pending = self._transfers.mark_down()
+        for lane in self._lanes:
+            if lane.gradients is not None:
+                lane.gradients.holder.read_until(lane.updated)
 
     def _has_foreign_gradients(self) -> bool:
         """Whether user code has set some."""
@@ -389,7 +414,7 @@ class StreamedStep:
 
     # ---- one chunk
 
-    def _fetch(self, chunk: Chunk, shown: list[Part]) -> _Staged:
+    def _fetch(self, chunk: Chunk, shown: list[Part], slabs: _Slabs) -> _Staged:
         lane, span = chunk.span.lane, chunk.span
         for part in shown:
             if part.is_first:
@@ -398,8 +423,6 @@ class StreamedStep:
                 if self._numbers_on_device:
                     state.move_numbers(self._site.device)
                 self._states[parameter] = state
-        slabs = self._slabs[self._next_slabs]
-        self._next_slabs = (self._next_slabs + 1) % len(self._slabs)
         staged = _Staged(chunk, shown, slabs)
         gradients = lane.gradients
         if self._site.on_host:
@@ -413,8 +436,14 @@ class StreamedStep:
         if gradients is not None:
             given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
         staged.master, staged.states, staged.gradients = master, states, given
-        with self._site.inbound(slabs.free, landed, self._begun):
-            for place in staged.places():
+        copied = [place for place in staged.places() if place.is_copy]
+        if not copied:
+            staged.fetched = slabs.free
+            return staged
+        # Only what rests on the compute device may have been written there.
+        written = self._site.on_host or any(place.home.kind == "device" for place in copied)
+        with self._site.inbound(slabs.free, landed, self._begun if written else None):
+            for place in copied:
                 if place.is_on_disk:
                     place.read_ahead()
                 else:
@@ -432,6 +461,7 @@ class StreamedStep:
 
     def _finish_chunk(self, staged: _Staged, before: Numbers, step: Callable[[], Any]) -> None:
         before.restore()
+        self._transfers.turn()
         if any(place.is_on_disk for place in staged.places()):
             self._fetch_from_disk(staged)
         self._site.wait(staged.fetched)
@@ -452,7 +482,7 @@ class StreamedStep:
                 set_data(parameter, _shaped(staged.master.values[own], lane, part))
                 parameter.grad = _shaped(gradients[own], lane, part)
                 states = {k: _shaped(place.values[own], lane, part) for k, place in staged.states.items()}
-                self._states[parameter].show(states)
+                self._states[parameter].show(states, part.is_first)
             step()
             for part in shown:
                 self._take_states(staged, part)
@@ -470,12 +500,14 @@ class StreamedStep:
             cast = staged.slabs.place(chunk, ".compute", shard.home, shard.values, chunk.start)
             cast.values.copy_(staged.master.values)
             places.append(cast)
-        with self._site.outbound(self._transfers.now()):
-            for place in places:
-                place.store()
-            staged.slabs.free = self._site.mark_outbound()
+        stepped = self._transfers.now()
+        if any(place.is_copy for place in places):
+            with self._site.outbound(stepped):
+                for place in places:
+                    place.store()
+                staged.slabs.free = stepped = self._site.mark_outbound()
         if self._overlap:
-            lane.updated = staged.slabs.free
+            lane.updated = stepped
 
     def _take_states(self, staged: _Staged, part: Part) -> None:
         """What the step has made or replaced for one parameter goes into its place."""
@@ -498,22 +530,35 @@ class StreamedStep:
         own, given = lane.gradients, staged.gradients
         if given is not None and own is not None:
             values = given.values
+            if own.as_computed:
+                values = staged.slabs.slab(chunk, ".given", lane.rest.dtype).copy_(values)
             foreign = [
                 p for p in staged.shown if self._hidden[lane.parameters[p.index]] is not own.views[p.index]
             ]
-            for part in staged.shown:
-                for factor in own.factors(part.index):
-                    values[chunk.within(part)].mul_(factor)
+            self._multiply(values, staged, own)
             if not foreign:
                 return values
+            if not own.as_computed:
+                values = staged.slabs.slab(chunk, ".given", lane.rest.dtype).copy_(values)
         else:
             foreign = staged.shown
-        slab = staged.slabs.slab(chunk, ".given", lane.rest.dtype)
-        if given is not None:
-            slab.copy_(given.values)
+            values = staged.slabs.slab(chunk, ".given", lane.rest.dtype)
         for part in foreign:
-            self._take_given(slab[chunk.within(part)], lane, part)
-        return slab
+            self._take_given(values[chunk.within(part)], lane, part)
+        return values
+
+    @staticmethod
+    def _multiply(values: torch.Tensor, staged: _Staged, gradients: LaneGradients) -> None:
+        """By the factors that were kept: at once, where they are the same ones for all of the chunk."""
+        factors = [gradients.factors(part.index) for part in staged.shown]
+        alike = all(list(map(id, each)) == list(map(id, factors[0])) for each in factors)
+        if alike and len(factors) == len(staged.chunk.parts):
+            for factor in factors[0]:
+                values.mul_(factor)
+            return
+        for part, each in zip(staged.shown, factors, strict=True):
+            for factor in each:
+                values[staged.chunk.within(part)].mul_(factor)
 
     def _take_given(self, place: torch.Tensor, lane: Lane, part: Part) -> None:
         """A gradient that user code has set."""
@@ -664,7 +709,7 @@ class _Staged:
     master: _Place = field(init=False)
     states: dict[_Key, _Place] = field(init=False)
     gradients: _Place | None = field(init=False)
-    fetched: Mark = field(init=False)
+    fetched: Mark | None = field(init=False)
 
     def places(self) -> Iterator[_Place]:
         yield self.master
@@ -725,12 +770,12 @@ class ElementState:
             state.update(moved)
             self._numbers = Snapshot({k: v for k, v in state.items() if k not in self._keys})
 
-    def show(self, staged: Mapping[_Key, torch.Tensor]) -> None:
+    def show(self, staged: Mapping[_Key, torch.Tensor], is_first: bool = False) -> None:
         if self._is_new:
             self._all.pop(self._parameter, None)  # for each of its parts the optimizer makes it anew
             return
         state = self._all[self._parameter]
-        self._numbers.restore(state)
+        self._numbers.restore(state, unless_as_it_was=is_first)
         state.update({name: staged[key] for name, key in self._keys.items()})
 
     def take(self, part: Part) -> dict[_Key, torch.Tensor]:

@@ -3,7 +3,7 @@
     up       to the device, for an optimizer's step and for gradients that are added to
     gathers  to the device, for gathers: these do not queue behind a step that goes on beside them
     down     to the host
-    update   the kernels of a step that goes on beside the next forward
+    update   the kernels of a step that goes on beside the next forward, in turn on several streams
 
 A copy begins when the marks that it is given are reached, and whoever needs its result waits for a mark
 behind it. Nothing here makes the host wait, except `Mark.synchronize`, `synchronize` and `settle`.
@@ -20,6 +20,9 @@ from typing import Any
 import torch
 
 HELD = 2  # device buffers whose values are on their way to the host
+# A device takes about a thousand launches ahead per stream, and then the host waits: it could not issue the
+# forward beside which a step is to go on. Of a chunk there are about eight.
+UPDATE_STREAMS, CHUNKS_PER_STREAM = 3, 64
 
 
 class Mark:
@@ -55,10 +58,13 @@ class Transfers:
     def __init__(self, device: torch.device, beside: bool = True) -> None:
         self.device = device
         on_gpu = device.type == "cuda" and beside
-        self._up, self._gathers, self._down, self._update = (
-            torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-            for _ in range(4)
+        # Kernels of an update are short, and copies wait for them: they come before those of a forward.
+        self._up, self._gathers, self._down, *updates = (
+            torch.cuda.Stream(device, priority=priority) if on_gpu else None  # type: ignore[no-untyped-call]
+            for priority in (0, 0, 0, *[-1] * UPDATE_STREAMS)
         )
+        self._updates = deque(updates)  # the first one is in use
+        self._chunks = 0
         self._held: deque[tuple[torch.Tensor, Mark]] = deque()
         self.pending: Mark | None = None  # behind a step that goes on beside what follows it
 
@@ -92,7 +98,19 @@ class Transfers:
         """A step begins behind what the compute stream was given so far, and goes on beside it."""
         self._on(self._up, (self.mark_down(),))  # it fetches what the last one has stored
         self._on(self._down, (self.mark_gathers(),))
-        return self._on(self._update, (self.now(),))
+        return self._on(self._updates[0], (self.now(),))
+
+    def turn(self) -> None:
+        """Before a chunk of a step: one that goes on beside may go on on another stream, behind this one."""
+        stream = self._updates[0]
+        if stream is None or torch.cuda.current_stream(self.device) != stream:
+            return
+        self._chunks += 1
+        if self._chunks % CHUNKS_PER_STREAM == 0:
+            self._updates.rotate()
+            with self._on(self._updates[0], (Mark(stream),)):
+                pass
+            torch.cuda.set_stream(self._updates[0])  # type: ignore[arg-type]
 
     @staticmethod
     def _on(stream: torch.cuda.Stream | None, after: tuple[Mark | None, ...]) -> AbstractContextManager[Any]:
@@ -115,7 +133,7 @@ class Transfers:
     def synchronize(self) -> None:
         """The host waits for all copies."""
         self.pending = None
-        for stream in (self._up, self._gathers, self._update, self._down):
+        for stream in (self._up, self._gathers, *self._updates, self._down):
             if stream is not None:
                 stream.synchronize()
                 self._held.clear()

@@ -23,7 +23,15 @@ from fullshard.precision import LaneDtypes
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 KINDS = ("compute", "master", "gradients", "state")
-SLAB_SETS = 8  # chunks of a streamed step on the compute device at once
+# An optimizer's step in chunks. The host issues one in about half a millisecond, in which a link moves 25 MB,
+# and a device takes about a thousand launches ahead: many small chunks of a step that goes on beside the next
+# forward would keep the host from issuing that forward.
+SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK = (
+    4 * 2**20,
+    8 * 2**20,
+    32 * 2**20,
+)  # elements; the last with overlap
+CHUNKS = 512  # at most, where they need not be larger than that
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
@@ -45,6 +53,16 @@ class LaneBytes:
     @property
     def total(self) -> int:
         return self.compute + self.master + self.gradients + self.state
+
+    @property
+    def rest(self) -> int:
+        """What an optimizer updates."""
+        return self.master or self.compute
+
+    @property
+    def as_computed(self) -> bool:
+        """Gradients rest in a narrower dtype than that of the step (`fs.Offload(one_backward=True)`)."""
+        return 0 < self.gradients < self.rest
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,8 @@ class _Lane(Protocol):
 def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
     num_elements = lane.layout.total if replicated else lane.layout.interval
     rest = num_elements * lane.dtypes.rest.itemsize
-    trained, stays = rest if lane.trainable else 0, not lane.offload
+    trained = num_elements * lane.dtypes.gradients.itemsize if lane.trainable else 0
+    stays = not lane.offload
     state = STATES * lane.dtypes.state_bytes(num_elements) if lane.trainable else 0
     in_blocks = lane.dtypes.eight_bit_state
     if lane.dtypes.compute == lane.dtypes.rest:
@@ -111,7 +130,8 @@ def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, fre
     device, host = offload.device, offload.host
     if device == "auto":
         away = [LaneHomes("host", "host", "host", "host")] * len(lanes)
-        slabs = slab_bytes(lanes, away, offload.chunk) if offload.step == "device" else 0
+        chunk = chunk_of(offload, trained_elements(lanes))
+        slabs = slab_bytes(lanes, away, chunk) if offload.step == "device" else 0
         room = free.device - full_bytes - slabs
         device = max(0, int(room * AUTO_SHARE))
     if host == "auto":
@@ -250,27 +270,48 @@ def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place,
     return totals
 
 
+def chunk_of(offload: Offload, num_elements: int) -> int:
+    """Elements of a chunk of a step on so many: as requested, or a power of two."""
+    if offload.chunk is not None:
+        return offload.chunk
+    fitting = 1 << (max(1, -(-num_elements // CHUNKS)) - 1).bit_length()
+    return min(max(SMALLEST_CHUNK, fitting), LARGEST_CHUNK if offload.overlap else LARGE_CHUNK)
+
+
+def slab_sets(chunk: int) -> int:
+    """Chunks of a streamed step where it runs at once: one is fetched, one steps, one is stored."""
+    return 8 if chunk <= SMALLEST_CHUNK else 4
+
+
+def trained_elements(lanes: Sequence[LaneBytes]) -> int:
+    return sum(lane.num_elements for lane in lanes if lane.gradients)
+
+
 def slab_bytes(
     lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
 ) -> int:
-    """Memory of a streamed step where it runs: SLAB_SETS chunks of each kind that rests elsewhere.
+    """Memory of a streamed step where it runs: sets of a chunk of each kind that rests elsewhere.
 
-    State in 8-bit blocks has slabs wherever it rests; where nothing rests elsewhere, one set of them.
+    State in 8-bit blocks, and gradients that rest as they were computed, have slabs wherever they rest. Lanes
+    of which nothing rests elsewhere share one more set.
     """
-    by_kind: dict[str, int] = {}  # bytes per element
-    num_elements, sets = 0, 1
+    fetched: dict[str, int] = {}  # bytes per element
+    near: dict[str, int] = {}  # of lanes of which nothing rests elsewhere
+    num_elements = 0
     for lane, home in zip(lanes, homes, strict=True):
-        if not ((home.streams_steps or lane.in_blocks) and lane.gradients):
+        if not ((home.streams_steps or lane.in_blocks or lane.as_computed) and lane.gradients):
             continue
         num_elements = max(num_elements, min(chunk, lane.num_elements))
-        sets = SLAB_SETS if home.streams_steps else sets
+        by_kind = fetched if home.streams_steps or step == "host" else near
         for kind, place, num_bytes in held(lane, home):
             name = kind if lane.master or kind != "compute" else "master"  # one shard for both
             in_blocks = kind == "state" and lane.in_blocks
             if place != step or in_blocks:
-                size_bytes = STATES * lane.gradients if in_blocks else num_bytes  # in its own dtype
+                size_bytes = STATES * lane.rest if in_blocks else num_bytes  # in its own dtype
                 by_kind[name] = max(by_kind.get(name, 0), size_bytes // lane.num_elements)
-    return sets * num_elements * sum(by_kind.values())
+        if lane.as_computed:
+            by_kind["cast gradients"] = lane.rest // lane.num_elements
+    return num_elements * (slab_sets(chunk) * sum(fetched.values()) + sum(near.values()))
 
 
 @dataclass(frozen=True)
@@ -325,4 +366,5 @@ def rest_under(
     each = tuple(bytes_of(lane, strategy == "replicate") for lane in lanes)
     budget = budget_of(offload, each, full_bytes, free)
     homes = choose(each, budget, more_hosts=strategy not in ("replicate", "hybrid"))
-    return Resting(each, tuple(homes), budget, offload.chunk, offload.step)
+    chunk = chunk_of(offload, trained_elements(each))
+    return Resting(each, tuple(homes), budget, chunk, offload.step)

@@ -16,17 +16,20 @@ from torch import nn
 from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
 from fullshard.offload import Offload
-from fullshard.options import Options
+from fullshard.options import Options, require_one_rank
 from fullshard.plan.homes import (
     KINDS,
     PLACES,
     STATES,
     Free,
+    LaneBytes,
     LaneHomes,
     Resting,
     bytes_of,
+    chunk_of,
     rest_under,
     slab_bytes,
+    trained_elements,
 )
 from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
 from fullshard.plan.ownership import Owners, owners_of
@@ -169,14 +172,17 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """Gradients at rest; frozen lanes have none."""
-        lanes = [lane for unit in self.units for lane in unit.lanes if lane.trainable]
-        return sum(lane.rest_bytes(self._replicated) for lane in lanes)
+        return sum(lane.gradients for lane in self._lane_bytes)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of parameters at rest, those that an optimizer updates."""
+        return sum(lane.rest for lane in self._lane_bytes if lane.gradients)
 
     @property
     def state_bytes(self) -> int:
         """Adam's state at rest."""
-        lanes = [lane for unit in self.units for lane in unit.lanes]
-        return sum(bytes_of(lane, self._replicated).state for lane in lanes)
+        return sum(lane.state for lane in self._lane_bytes)
 
     @property
     def owners(self) -> Owners | None:
@@ -202,8 +208,19 @@ class Plan:
         """What an optimizer's step in chunks takes besides, where it runs."""
         if self.resting is not None:
             return self.resting.slab_bytes
-        lanes = [bytes_of(lane, self._replicated) for unit in self.units for lane in unit.lanes]
-        return slab_bytes(lanes, [LaneHomes()] * len(lanes), Offload.chunk)
+        lanes = self._lane_bytes
+        return slab_bytes(lanes, [LaneHomes()] * len(lanes), self.step_chunk)
+
+    @property
+    def step_chunk(self) -> int:
+        """Elements that an optimizer's step in chunks works on at once."""
+        if self.resting is not None:
+            return self.resting.chunk
+        return chunk_of(Offload(), trained_elements(self._lane_bytes))
+
+    @property
+    def _lane_bytes(self) -> list[LaneBytes]:
+        return [bytes_of(lane, self._replicated) for unit in self.units for lane in unit.lanes]
 
     @property
     def full_bytes_at_peak(self) -> int:
@@ -383,6 +400,7 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
             crosses=options.nodes > 1,
             gathers_across=options.two_level,
             eight_bit_state=options.state == "8bit",
+            one_backward=options.offload is not None and options.offload.one_backward,
         )
         for dtype, trainable, fixed in groups
     ]
@@ -443,6 +461,7 @@ def make_plan(model: nn.Module, ranks: int, options: Options) -> Plan:
 
 def plan_of(units: Sequence[Unit], ranks: int, options: Options, path: Sequence[int] | None = None) -> Plan:
     """`path`: the order in which units are called, the root first; None: as their modules are defined."""
+    require_one_rank(options, max(ranks, options.nodes))
     lanes = [tuple(lane for lane, _ in lanes_of(unit, ranks, options)) for unit in units]
     plans = tuple(UnitPlan(unit.name, each) for unit, each in zip(units, lanes, strict=True))
     scheduled = [

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from fullshard.byte_sizes import size, size_option
 from fullshard.errors import FullshardError, OptionError
+from fullshard.offload import Offload
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
@@ -110,6 +111,7 @@ class Question:
             precision=self.precision,
             checkpoint_activations=self.recompute,
             state=self.state,
+            offload=Offload(one_backward=True) if self.offload and self.offload.one_backward else None,
             on_gpu=self.on_gpu,
         )
         return planned_levels(options, self.ranks, self.node_ranks or self.ranks)

@@ -21,7 +21,17 @@ from torch import nn
 from fullshard.engine.transfers import HELD
 from fullshard.offload import Offload
 from fullshard.options import Options
-from fullshard.plan.homes import KINDS, STATES, Budget, LaneBytes, Resting, bytes_of, placed
+from fullshard.plan.homes import (
+    KINDS,
+    STATES,
+    Budget,
+    LaneBytes,
+    Resting,
+    bytes_of,
+    chunk_of,
+    placed,
+    trained_elements,
+)
 from fullshard.plan.plan import LanePlan, Plan, plan_of
 from fullshard.plan.schedule import Call, across_limit, in_flight_limit
 from fullshard.plan.units import Unit
@@ -129,7 +139,8 @@ def need(step: Step, ranks: int, options: Options, budget: Budget | None = None)
     plan = plan_of(step.units, ranks, options, step.path)
     if budget is not None:
         lanes = tuple(bytes_of(x, options.replicated) for unit in plan.units for x in unit.lanes)
-        plan = replace(plan, resting=Resting(lanes, tuple(placed(lanes, budget)[0]), budget, Offload.chunk))
+        chunk = chunk_of(Offload(), trained_elements(lanes))
+        plan = replace(plan, resting=Resting(lanes, tuple(placed(lanes, budget)[0]), budget, chunk))
     rest = _at_rest(step, plan)
     return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
 
@@ -141,12 +152,12 @@ def _at_rest(step: Step, plan: Plan) -> Need:
     held = plan.parameter_bytes, plan.gradient_bytes, kept_values * plan.state_bytes // STATES
     slabs, transfers = plan.slab_bytes, None
     # Gradients of all parameters at the same time, or of a chunk.
-    stepped = min(plan.gradient_bytes, 4 * Offload.chunk) if slabs else plan.gradient_bytes
+    stepped = min(plan.trained_bytes, 4 * plan.step_chunk) if slabs else plan.trained_bytes
     if resting is not None:
         compute, master, gradients, state = (resting.bytes_at("device", kind) for kind in KINDS)
         held = compute + master, gradients, kept_values * state // STATES
         lanes = list(zip(resting.lanes, resting.homes, strict=True))
-        stepped = sum(lane.gradients for lane, homes in lanes if not homes.streams_steps)
+        stepped = sum(lane.rest for lane, homes in lanes if lane.gradients and not homes.streams_steps)
         streamed = [_chunk_bytes(lane, resting) for lane, homes in lanes if homes.streams_steps]
         stepped += max(streamed, default=0)
         slabs = resting.slab_bytes
@@ -172,8 +183,9 @@ def _at_rest(step: Step, plan: Plan) -> Need:
 
 
 def _chunk_bytes(lane: LaneBytes, resting: Resting) -> int:
-    """Gradients of one chunk of a streamed step."""
-    return round(lane.gradients * min(1.0, resting.chunk / max(1, lane.num_elements)))
+    """Gradients of one chunk of a streamed step, as the optimizer has them."""
+    trained = lane.rest if lane.gradients else 0
+    return round(trained * min(1.0, resting.chunk / max(1, lane.num_elements)))
 
 
 def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[Need]:

@@ -29,6 +29,7 @@ class Request:
     disk_bytes: int | None = None  # None: no disk
     rates: Rates = field(default_factory=Rates)
     flops: float | None = None
+    one_backward: bool = False  # gradients rest as they were computed
 
     def __post_init__(self) -> None:
         if self.how not in PRESETS:
@@ -82,7 +83,7 @@ def as_option(one: Need, request: Request) -> str:
     resting = one.resting
     assert resting is not None
     budget = resting.budget
-    if request.how != "auto" and budget.host is None:
+    if request.how != "auto" and budget.host is None and not request.one_backward:
         return repr(request.how)
     tenths = (budget.device or 0) * 10 // 2**30  # of a GiB; rounded up, the peak could be above the memory
     parts = [f'device="{tenths / 10}GiB"'] if tenths else []
@@ -91,4 +92,5 @@ def as_option(one: Need, request: Request) -> str:
     parts += ["disk=FOLDER"] * budget.has_disk
     if request.how == "optimizer":
         parts.append(f"kinds={budget.kinds!r}")
+    parts += ["one_backward=True"] * request.one_backward
     return f"fs.Offload({', '.join(parts)})"

@@ -421,7 +421,7 @@ class _Walked:
     def _optimizer(self) -> tuple[float, float]:
         """Seconds of computing, and of moving what rests elsewhere."""
         plan, resting = self._plan, self._plan.resting
-        elements = plan.gradient_bytes / 4
+        elements = plan.trained_bytes / 4
         rate = self._device.optimizer_bytes_s
         seconds = elements * OPTIMIZER_BYTES[self._step.optimizer] / rate
         if resting is None:

@@ -222,6 +222,14 @@ def _plan(
             rich_help_panel=OFFLOAD,
         ),
     ] = None,
+    one_backward: Annotated[
+        bool,
+        typer.Option(
+            "--one-backward",
+            help="One rank, whose steps have one backward each: bf16 gradients rest as they were computed.",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = False,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -290,7 +298,7 @@ def _plan(
         accumulate=accumulate,
         spare=spare / 100,
         adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
-        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops, machine),
+        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops, machine, one_backward),
         machine=machine,
         state=state,
     )
@@ -430,6 +438,7 @@ def _offload(
     links: tuple[str | None, str | None],
     flops: str | None,
     machine: Machine | None,
+    one_backward: bool,
 ) -> Request | None:
     from fullshard.planning.network import bandwidth, flop_rate
     from fullshard.planning.offloading import Request
@@ -437,6 +446,7 @@ def _offload(
 
     if how is None and host is None:
         given = {"--disk": disk, "--host-link": links[0], "--disk-link": links[1], "--flops": flops}
+        given["--one-backward"] = "" if one_backward else None
         for option in (name for name, value in given.items() if value is not None):
             raise OptionError(f"{option} is for --offload", "Give --offload host, or --host-memory.")
         return None
@@ -452,6 +462,7 @@ def _offload(
         None if disk is None else parse_size(disk, "--disk", remedy),
         rates,
         None if flops is None else flop_rate(flops),
+        one_backward,
     )
 
 

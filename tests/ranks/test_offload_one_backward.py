@@ -1,0 +1,218 @@
+"""`fs.Offload(one_backward=True)`: gradients of one rank and one backward rest as they were computed, in
+bf16, and nothing else changes. What bf16 cannot hold is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_offload
+import test_offload_use as uses
+import torch
+from torch import nn
+
+import engines
+import fullshard as fs
+import ranks
+from fullshard import offload as offload_option
+from fullshard.engine.runtime import runtime_of
+from fullshard.errors import GradientError, OptionError, StateError
+
+HOMES = {
+    **test_offload.HOMES,
+    "gradients alone": fs.Offload(kinds=("gradients",)),
+    "everything on the device": fs.Offload(device="1GiB", chunk=600),
+}
+
+
+def as_computed(offload: Any) -> fs.Offload:
+    parsed = offload_option.parse(offload)
+    assert parsed is not None
+    return dataclasses.replace(parsed, one_backward=True)
+
+
+def homes(folder: Path) -> dict[str, fs.Offload]:
+    disk = fs.Offload(chunk=600, host=20_000, disk=folder)
+    return {name: as_computed(offload) for name, offload in {**HOMES, "disk": disk}.items()}
+
+
+def _homes(folder: Path) -> None:
+    for strategy in ("zero3", "zero2", "zero1", "replicate"):
+        options: dict[str, Any] = {"strategy": strategy, "precision": "bf16"}
+        expected = test_offload.trained(**options)
+        for name, offload in homes(folder).items():
+            try:
+                test_offload.same(test_offload.trained(offload=offload, **options), expected)
+            except Exception as error:
+                raise AssertionError(f"{strategy}, {name}: {error!r}") from error
+        ranks.end_groups_of_models()
+
+
+def test_training_has_the_bits_of_training_without(tmp_path: Path) -> None:
+    ranks.run(_homes, 1, tmp_path, timeout_s=120)
+
+
+def _accumulated() -> None:
+    for strategy in ("zero1", "replicate"):
+        options: dict[str, Any] = {"strategy": strategy, "precision": "bf16", "accumulate": 2}
+        found = test_offload.trained(offload=as_computed("host"), **options)
+        test_offload.same(found, test_offload.trained(**options))
+
+
+def test_micro_batches_that_wait_for_one_sum_have_the_bits_of_training_without() -> None:
+    ranks.run(_accumulated, 1)
+
+
+def _uses(folder: Path) -> None:
+    for turn, name in enumerate(uses.USES):
+        options = {"precision": "bf16", "strategy": ("zero3", "replicate")[turn % 2]}
+        for offload in (as_computed("host"), as_computed(fs.Offload(kinds=("state",), chunk=300))):
+            uses.compare(name, options, [offload], folder)
+        ranks.end_groups_of_models()
+
+
+def test_every_use_of_a_model_leaves_the_same_bits(tmp_path: Path) -> None:
+    ranks.run(_uses, 1, tmp_path, timeout_s=120)
+
+
+def model_with_gradients(**given: Any) -> tuple[nn.Module, nn.Parameter]:
+    offload = fs.Offload(one_backward=True, **given)
+    model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
+    engines.loss_of(model, engines.batch(0, 0)).backward()
+    parameter = max(model.parameters(), key=lambda p: p.numel())
+    return model, parameter
+
+
+def _bytes() -> None:
+    for given in ({}, {"kinds": ("state",)}):
+        model, parameter = model_with_gradients(**given)
+        lanes = [lane for lane in runtime_of(model).lanes if lane.gradients is not None]
+        assert sum(lane.gradients.flat.nbytes for lane in lanes) == fs.plan(model).gradient_bytes
+        assert {lane.gradients.flat.dtype for lane in lanes} == {torch.bfloat16}
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype == torch.float32
+        assert fs.plan(model).gradient_bytes * 2 == fs.plan(model).parameter_bytes
+
+
+def test_they_take_two_bytes_per_element_and_are_fp32_to_whoever_reads_them() -> None:
+    ranks.run(_bytes, 1)
+
+
+def _read() -> None:
+    for given in ({}, {"kinds": ("state",)}):
+        offload, options = fs.Offload(one_backward=True, **given), {"strategy": "replicate"}
+        plain = engines.shard_blocks(engines.build(), precision="bf16", **options)
+        model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload, **options)
+        for one in (plain, model):
+            engines.loss_of(one, engines.batch(0, 0)).backward()
+        reads: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            torch.Tensor.clone,
+            lambda g: g.data * 2,
+            lambda g: g.detach().norm(),
+            lambda g: g.double(),
+            lambda g: g.abs().max(),
+            lambda g: torch.zeros_like(g).add_(g),
+            lambda g: torch.stack([g, g]).sum(0),
+        ]
+        for clipped in (False, True):
+            if clipped:
+                for one in (plain, model):
+                    nn.utils.clip_grad_norm_(one.parameters(), 1e-3)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert p.grad is not None
+                assert q.grad is not None
+                for number, read in enumerate(reads):
+                    assert torch.equal(read(p.grad), read(q.grad)), (given, clipped, number)
+
+
+def test_readers_get_the_values_of_a_run_without_also_after_clipping() -> None:
+    ranks.run(_read, 1)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add_": lambda g: g.add_(torch.full_like(g, 0.1)),
+    "data": lambda g: g.data.add_(torch.full_like(g, 0.1)),
+    "detach": lambda g: g.detach().div_(3),
+    "clamp_": lambda g: g.clamp_(-1.1e-5, 1.1e-5),
+    "copy_": lambda g: g.copy_(torch.full_like(g, 0.1)),
+    "foreach": lambda g: torch._foreach_add_([g], 0.1),
+    "out": lambda g: torch.add(g, 0.1, out=g),
+    "view": lambda g: g.view(-1).mul_(0.1),
+    "flatten": lambda g: g.flatten().mul_(0.1),
+    "unsqueeze": lambda g: g.unsqueeze(0).mul_(0.1),
+}
+
+
+def _written() -> None:
+    for given in ({}, {"kinds": ("state",)}):
+        for name, write in WRITES.items():
+            _, parameter = model_with_gradients(**given)
+            assert parameter.grad is not None
+            before = parameter.grad.clone()
+            with pytest.raises(GradientError, match="one_backward=True"):
+                write(parameter.grad)
+            assert bool((parameter.grad - before).abs().max() == 0), (given, name)
+        model, parameter = model_with_gradients(**given)
+        assert parameter.grad is not None
+        parameter.grad.fill_(0.25)  # bf16 holds this
+        assert float(parameter.grad.abs().min()) == 0.25
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        parameter.grad.zero_()
+        assert float(parameter.grad.norm()) == 0.0
+
+
+def test_a_write_that_bf16_cannot_hold_is_an_error_and_changes_nothing() -> None:
+    ranks.run(_written, 1)
+
+
+def _second_backward() -> None:
+    for strategy in ("zero3", "replicate"):
+        offload = fs.Offload(one_backward=True)
+        model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload, strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        uses.steps(model, optimizer, 0)
+        engines.loss_of(model, engines.batch(1, 0)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with pytest.raises(StateError, match=r"unit .*one_backward=True.*zero_grad"):
+            engines.loss_of(model, engines.batch(2, 0)).backward()
+        assert bool(norm > 0)
+        optimizer.zero_grad()
+        uses.steps(model, optimizer, 3)
+
+
+def test_a_second_backward_into_the_same_gradients_is_an_error_and_training_goes_on() -> None:
+    ranks.run(_second_backward, 1)
+
+
+def _refused() -> None:
+    compute = {"compute": torch.bfloat16}
+    cases: dict[str, dict[str, Any]] = {
+        "bf16": {"precision": "fp32"},
+        "bfloat16": {"precision": "fp16"},
+        "another dtype": {"precision": fs.Precision(**compute, wire=torch.float32)},
+        "several backwards": {"precision": "bf16", "reduce": "fixed"},
+    }
+    for text, options in cases.items():
+        with pytest.raises(OptionError, match=text):
+            fs.shard(engines.build(), offload=fs.Offload(one_backward=True), **options)
+    with pytest.raises(OptionError, match="2 ranks"):
+        fs.plan(engines.build(), ranks=2, precision="bf16", offload=fs.Offload(one_backward=True))
+    with pytest.raises(OptionError, match="one_backward is 1"):
+        fs.Offload(one_backward=1)  # type: ignore[arg-type]
+
+
+def test_what_it_cannot_be_exact_with_is_refused() -> None:
+    ranks.run(_refused, 1)
+
+
+def _on_two_ranks() -> str:
+    with pytest.raises(OptionError, match="on 2 ranks, whose gradients are summed in fp32") as raised:
+        fs.shard(engines.build(), precision="bf16", offload=fs.Offload(one_backward=True))
+    return str(raised.value)
+
+
+def test_several_ranks_refuse_it_alike() -> None:
+    assert len(ranks.run(_on_two_ranks, 2)) == 2
