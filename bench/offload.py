@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,8 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 import report
 from fullshard.host_memory import page_locked
-from fullshard.tools.simulation.models import blocks_of, subject
+from fullshard.tools.simulation.models import Subject, blocks_of, decoder, subject
+from fullshard.tools.simulation.presets import PRESETS
 from report import machine, markdown
 
 
@@ -49,6 +50,14 @@ class Row:
     tokens: int
     cap_gib: float | None = None  # of device memory
     checkpoint: bool = False
+    vocabulary: int | None = None
+
+    @property
+    def subject(self) -> Subject:
+        if self.vocabulary is None:
+            return subject(self.model, self.layers, self.tokens)
+        shape = replace(PRESETS[self.model], vocabulary=self.vocabulary)
+        return decoder(self.model, shape, self.tokens)
 
     @property
     def title(self) -> str:
@@ -62,8 +71,8 @@ ROWS = {
     for row in (
         Row("1b", "llama-1b", None, 4096),
         Row("4b", "llama-8b", 16, 8192),
-        Row("7b", "llama-8b", 32, 8192, cap_gib=24, checkpoint=True),
-        Row("7b-disk", "llama-8b", 32, 8192, checkpoint=True),
+        Row("8b", "llama-8b", None, 8192, cap_gib=24, checkpoint=True, vocabulary=128256),
+        Row("8b-disk", "llama-8b", None, 8192, checkpoint=True, vocabulary=128256),
         Row("13b", "llama-13b", None, 16384, checkpoint=True),
     )
 }
@@ -74,16 +83,14 @@ ENGINES: dict[str, Any] = {
     "moments": {"kinds": ("state",)},
     "host, overlap": {"overlap": True},
     "optimizer, overlap": {"kinds": ("master", "state"), "overlap": True},
-    "9 GiB": {"device": "9GiB"},
+    "host, one backward, overlap": {"one_backward": True, "overlap": True},
     "moments, overlap": {"kinds": ("state",), "overlap": True},
-    "5 GiB, overlap": {"device": "5GiB", "overlap": True},
-    "9 GiB, overlap": {"device": "9GiB", "overlap": True},
-    "15 GiB, overlap": {"device": "15GiB", "overlap": True},
+    "5 GiB, one backward": {"device": "5GiB", "one_backward": True},
+    "5 GiB, one backward, overlap": {"device": "5GiB", "one_backward": True, "overlap": True},
     "40 GiB": {"device": "40GiB"},
     "40 GiB, overlap": {"device": "40GiB", "overlap": True},
-    "108 GiB": {"device": "108GiB"},
     "108 GiB, overlap": {"device": "108GiB", "overlap": True},
-    "108 GiB, overlap, large chunks": {"device": "108GiB", "overlap": True, "chunk": 2**25},
+    "122 GiB, one backward, overlap": {"device": "122GiB", "one_backward": True, "overlap": True},
     "disk": {"host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "40 GiB, disk": {"device": "40GiB", "host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "FSDP2": None,
@@ -133,7 +140,7 @@ def link_bytes(model: nn.Module) -> int:
 
 
 def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
-    what = subject(row.model, row.layers, row.tokens)
+    what = row.subject
     device = torch.device("cuda")
     with torch.device("meta"):
         model = what.build()
