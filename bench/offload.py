@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 import report
 from fullshard.host_memory import page_locked
+from fullshard.planning.transfers import transfers_of
 from fullshard.tools.simulation.models import Subject, blocks_of, decoder, subject
 from fullshard.tools.simulation.presets import PRESETS
 from report import machine, markdown
@@ -80,6 +81,7 @@ ENGINES: dict[str, Any] = {
     "compute": None,
     "host": "host",
     "optimizer": "optimizer",
+    "optimizer, plain masters": {"kinds": ("master", "state"), "split_masters": False},
     "moments": {"kinds": ("state",)},
     "host, overlap": {"overlap": True},
     "optimizer, overlap": {"kinds": ("master", "state"), "overlap": True},
@@ -135,8 +137,8 @@ def link_bytes(model: nn.Module) -> int:
     resting = fs.plan(model).resting
     if resting is None:
         return 0
-    kinds = {kind: resting.bytes_at("host", kind) for kind in ("compute", "master", "gradients", "state")}
-    return sum(kinds.values()) + kinds["compute"]  # up: in forward and in backward
+    moved = transfers_of(resting, gathers=[2] * len(resting.lanes))  # in forward and in backward
+    return max(moved.pass_up + moved.step_up, moved.pass_down + moved.step_down)
 
 
 def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:

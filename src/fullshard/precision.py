@@ -107,6 +107,7 @@ class LaneDtypes:
     as_computed: bool = (
         False  # one rank's gradients of one backward: no sum, so they rest as they were packed
     )
+    split: bool = False  # on the host, masters may rest as their compute values and what restores them
 
     @property
     def gradients(self) -> torch.dtype:
@@ -214,6 +215,7 @@ def lane_dtypes(
     gathers_across: bool = False,
     eight_bit_state: bool = False,
     one_backward: bool = False,
+    split_masters: bool = False,
 ) -> LaneDtypes:
     """Resolve one lane. Only real floating point values are ever cast.
 
@@ -221,7 +223,7 @@ def lane_dtypes(
     than half a bf16 step would be lost every time. Frozen ones stay as they are: nothing updates
     them, and an fp32 copy of a frozen base would double its memory. Gradients that are `scattered` are
     summed by the backend, so they are sent in the dtype of the sum. `crosses`: sums of gradients go between
-    nodes; `gathers_across`: parameters do, too. `one_backward`: see `fs.Offload`.
+    nodes; `gathers_across`: parameters do, too. `one_backward` and `split_masters`: see `fs.Offload`.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return LaneDtypes(dtype, dtype, dtype, dtype, dtype)
@@ -238,8 +240,9 @@ def lane_dtypes(
     gather_across = across if gathers_across and across == torch.int8 else None
     total = torch.float32 if torch.int8 in (wire, across) else total
     state = torch.int8 if eight_bit_state and rest in STATE_DTYPES else None
-    as_computed = one_backward and trainable and compute == torch.bfloat16 and rest == torch.float32
-    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across, state, as_computed)
+    is_cast = trainable and compute == torch.bfloat16 and rest == torch.float32
+    as_computed, split = one_backward and is_cast, split_masters and is_cast
+    return LaneDtypes(rest, compute, wire, total, gather, across, gather_across, state, as_computed, split)
 
 
 def packed_bytes(num_elements: int) -> int:

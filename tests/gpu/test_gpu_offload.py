@@ -60,6 +60,8 @@ def homes(folder: Path) -> dict[str, Any]:
         "disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000),
         "overlap": fs.Offload(overlap=True, chunk=30_000),
         "overlap, optimizer": fs.Offload(kinds=("master", "state"), overlap=True),
+        "plain masters": fs.Offload(split_masters=False),
+        "overlap, plain masters": fs.Offload(split_masters=False, chunk=30_000, overlap=True),
         "overlap, some on the device": fs.Offload(device=2**21, chunk=30_000, overlap=True),
         "overlap, disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000, overlap=True),
     }
@@ -106,7 +108,7 @@ def _compare(rank_options: dict[str, Any], folder: Path, few: bool) -> None:
         options = {"precision": precision, "rank": rank} | rank_options
         expected = trained(**options)
         for name, offload in homes(folder).items():
-            if not (few and name in ("gradients alone", "small chunks")):
+            if not (few and name in ("gradients alone", "small chunks", "plain masters")):
                 same(trained(offload=offload, **options), expected, f"{options}, {name}")
         gc.collect()
 
@@ -307,6 +309,55 @@ def _on_the_host(folder: Path) -> None:
 
 def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:
     ranks.run(_on_the_host, 1, tmp_path)
+
+
+def test_masters_are_split_and_joined_by_kernels_with_the_bits_of_a_processor() -> None:
+    from fullshard.engine import remainders
+
+    assert remainders._kernels() is not None
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 7, 8, 2047, 2048, 2049, 3_000_001):
+        masters = torch.randint(-(2**31), 2**31, (count,), generator=generator).int()
+        masters[::3] = masters[::3] & ~0xFFFF | 0x8000  # ties
+        values = masters.view(torch.float32).nan_to_num_()
+        found = []
+        for device in ("cpu", "cuda"):
+            own = values.to(device)
+            compute, low = own.bfloat16(), torch.empty(count, dtype=torch.int16, device=device)
+            ties = torch.empty(remainders.bitmap_bytes(count), dtype=torch.uint8, device=device)
+            remainders.split(own, compute, low, ties)
+            joined = torch.full_like(own, torch.nan)
+            remainders.join(compute, low, ties, joined)
+            assert torch.equal(joined.view(torch.int32), own.view(torch.int32)), (count, device)
+            found.append([part.cpu() for part in (compute, low, ties)])
+        same(*found, str(count))
+
+
+def _read_and_written() -> None:
+    """Split masters with their bf16 values on the device, or on the host."""
+    import fullshard as fs
+
+    for offload in ("host", "optimizer", fs.Offload(overlap=True)):
+        results = []
+        for chosen in (None, offload):
+            model = fs.shard(net(), precision="bf16", offload=chosen, **BLOCKS)
+            optimizer = OPTIMIZERS["fused"](model.parameters())
+            for step in range(3):
+                torch.manual_seed(step)
+                model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for p in model.parameters():
+                    p.data.view(-1)[3:5].mul_(1.5)
+                    with torch.no_grad():
+                        p.clamp_(-0.5, 0.5)
+            norms = [p.detach().cpu().double().norm() for p in model.parameters()]
+            results.append([*norms, *(p.detach().clone().cpu() for p in model.parameters())])
+        same(*results, str(offload))
+
+
+def test_split_masters_are_read_and_written_between_steps() -> None:
+    ranks.run(_read_and_written, 1)
 
 
 def _as_computed(strategy: str) -> None:

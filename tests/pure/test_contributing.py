@@ -37,4 +37,5 @@ def test_only_reduce_sets_gradients_of_sharded_parameters_where_the_table_says_s
         "reduce",
         "reduce_buffers",
         *("streamed_step", "owned_step", "muon_step"),  # for the time of a step, and back
+        "split_masters",  # the one that it has, when its contents are exchanged
     }

@@ -133,7 +133,7 @@ def test_offloaded_masters_and_moments_take_the_time_of_their_link() -> None:
     step = step_of(subject, Question(memory_bytes=2**40, optimizer="fused-adamw"))[0]
     plain = predicted(step, 1, 1, None, "zero3")
     offloaded = predicted(step, 1, 1, None, "zero3", offload=Request("optimizer"))
-    assert offloaded.step_s == pytest.approx(1.28, rel=0.1)
+    assert offloaded.step_s == pytest.approx(1.14, rel=0.1)
     assert plain.step_s == pytest.approx(0.323, rel=0.15)
     assert offloaded.bound == "the link to host memory"
 

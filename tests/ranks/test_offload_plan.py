@@ -14,6 +14,7 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 from fullshard.engine.runtime import runtime_of
+from fullshard.engine.split_masters import SplitValues
 from fullshard.plan.homes import KINDS, PLACES
 from fullshard.plan.plan import Plan
 
@@ -48,7 +49,10 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, 
     for lane in runtime_of(model).lanes:
         homes = lane.homes
         cast = lane.dtypes.rest != lane.dtypes.compute
-        total[homes.master.kind, "master" if cast else "compute"] += lane.rest.nbytes
+        rest = [lane.rest]
+        if isinstance(lane.rest, SplitValues):
+            rest = [lane.rest.split_values.low, lane.rest.split_values.ties]
+        total[homes.master.kind, "master" if cast else "compute"] += sum(part.nbytes for part in rest)
         if lane.compute_shard is not None:
             total[homes.compute.kind, "compute"] += lane.compute_shard.values.nbytes
         if lane.gradients is not None:

@@ -12,6 +12,7 @@ from fullshard.engine.block_state import decoded
 from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.split_masters import restored
 from fullshard.errors import CheckpointError
 from fullshard.plan.layout import Piece
 
@@ -124,6 +125,6 @@ def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain(value: torch.Tensor) -> torch.Tensor:
     """The value as a plain tensor: SGD's momentum begins as a copy of the gradient and keeps its type, and
     states may rest in 8-bit blocks."""
-    value = decoded(value)
+    value = restored(decoded(value))
     with plainly():
         return value.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return,unused-ignore]

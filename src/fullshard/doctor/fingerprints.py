@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fullshard.engine.split_masters import restored
 from fullshard.engine.tensors import tensors_in
 
 _ROWS = 64
@@ -30,7 +31,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        tensor = tensor.detach().as_subclass(torch.Tensor)
+        tensor = restored(tensor.detach()).as_subclass(torch.Tensor)
         return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 

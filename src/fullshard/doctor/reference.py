@@ -22,6 +22,7 @@ from torch import nn
 
 from fullshard.doctor.fingerprints import RandomState, fingerprint, generators_in
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.split_masters import address
 from fullshard.engine.tensors import cast_floats, map_tensors, tensors_in
 
 _LIBRARIES = (
@@ -157,7 +158,7 @@ class Reference:
         state.restore()
         earlier = self._attributes()  # held until the end: an id may be given again
         before = {id(t) for t in earlier}
-        buffers = {buffer.data_ptr() for buffer in self.module.buffers()}
+        buffers = {address(buffer) for buffer in self.module.buffers()}
         watching = _watched_saving(kept, buffers) if keep else contextlib.nullcontext()
         try:
             with running(), watching:
@@ -333,7 +334,7 @@ def _watched_saving(kept: list[tuple[str, torch.Tensor, str, int]], buffers: set
     """Note every tensor that autograd keeps, with its values now; buffers change in every forward."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter) and tensor.numel() and tensor.data_ptr() not in buffers:
+        if not isinstance(tensor, nn.Parameter) and tensor.numel() and address(tensor) not in buffers:
             kept.append((place(), tensor.detach(), fingerprint(tensor), tensor._version))
         return tensor
 

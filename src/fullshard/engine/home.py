@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 
 from fullshard.engine.disk_home import DiskHome
+from fullshard.engine.split_masters import SplitValues
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.host_memory import host_zeros
 from fullshard.plan.homes import LaneHomes, Place
@@ -93,6 +94,8 @@ class HostHome:
         return host_zeros(num_elements, dtype, self.compute_device)
 
     def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
+        if isinstance(values, SplitValues):
+            return values.split_values.stage(self.compute_device, after)
         staged = torch.empty_like(values, device=self.compute_device)
         with self.transfers.up(self.transfers.now(), after):
             staged.copy_(values, non_blocking=True)
@@ -109,6 +112,9 @@ class HostHome:
         return mark
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
+        if isinstance(values, SplitValues):
+            values.split_values.put_back(staged)
+            return
         self.transfers.synchronize()  # what is on its way may still be read from here
         values.copy_(staged)
 

@@ -6,6 +6,8 @@ Buffers, for R ranks, a layout of total = R * interval elements, and this rank r
     -------------------  --------  -------  --------------------------  --------------------------------------
     rest                 interval  rest     always, in its home         the shard, viewed by user's parameters
       with `replicate`   total                                          every rank's interval
+      if it is split     as rest   17 bits  always, on the host         what restores rest from compute_shard;
+                                                                        rest itself has no memory
     compute_shard        as rest   compute  always, in its home         cast(rest), if that rests elsewhere
     full                 total     compute  while the unit is full      interval r is cast(rest), the others
                                                                         come by all-gather
@@ -57,15 +59,18 @@ from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.home import Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
+from fullshard.engine.remainders import bitmap_bytes
+from fullshard.engine.split_masters import Halves, SplitValues, address
 from fullshard.engine.transfers import Mark
 from fullshard.engine.wire import PlainWire, Wire, parameter_wire, parameter_wire_across
 from fullshard.engine.writes import Writes, set_data
 from fullshard.errors import OffloadError, StateError, unit_label
+from fullshard.plan.homes import splits
 from fullshard.plan.layout import Layout, Piece, shard_shape
 from fullshard.plan.tensor_parallel import Spec, local_of, spec_of
 from fullshard.precision import LaneDtypes
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _address = attrgetter("requires_grad"), torch.Tensor.data_ptr
 
 
 class Lane:
@@ -86,7 +91,9 @@ class Lane:
         self.replicated = replicated
         self.homes = Homes.on_device(comm.device) if homes is None else homes
         self.home: Home = self.homes.master
-        self.rest = self.home.zeros(layout.total if replicated else layout.interval, dtypes.rest)
+        self.is_split = self.home.kind == "host" and splits(layout, dtypes)
+        self._address = address if self.is_split else _address
+        self.rest = self._zeros(layout.total if replicated else layout.interval)
         self.complete = replicated and self.home.kind == "device"  # every element is on this device at rest
         # Complete and not cast: the full value is the shard, nothing to gather or release.
         self.permanent = self.complete and dtypes.rest == dtypes.compute
@@ -122,6 +129,15 @@ class Lane:
         self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `owned_step`
         self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
 
+    def _zeros(self, num_elements: int) -> torch.Tensor:
+        """A shard of zeros, in its home."""
+        if not self.is_split:
+            return self.home.zeros(num_elements, self.dtypes.rest)
+        compute = self.homes.compute.zeros(num_elements, self.dtypes.compute)
+        low = self.home.zeros(num_elements, torch.int16)
+        ties = self.home.zeros(bitmap_bytes(num_elements), torch.uint8)
+        return SplitValues.all_of(Halves(compute, low, ties, self.homes.transfers))
+
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, device=self.home.compute_device)
 
@@ -132,7 +148,7 @@ class Lane:
             self._full_as_bytes, self._own_as_bytes = as_bytes(self.full), as_bytes(self.own)
             self._storage = self.full.untyped_storage()
         self.shard_views = [self._shard_view(piece) for piece in self.layout.pieces]
-        self._addresses = [view.data_ptr() for view in self.shard_views]
+        self._addresses = list(map(self._address, self.shard_views))
 
     def _shard_view(self, piece: Piece) -> torch.Tensor:
         if self.replicated:
@@ -329,7 +345,7 @@ class Lane:
     def assigned(self) -> bool:
         """Whether user code ran `p.data = value` since the last gather, outside fs.full."""
         at_rest = self.unsharded is None and not self._dtensors
-        return at_rest and [p.data_ptr() for p in self.parameters] != self._addresses
+        return at_rest and list(map(self._address, self.parameters)) != self._addresses
 
     def take_assigned(self) -> None:
         """`p.data = value` between passes counts like an edit in place: some optimizers step back so.
@@ -349,7 +365,12 @@ class Lane:
                 has = f"this rank holds {tuple(view.shape)} of"
                 self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
         with torch.inference_mode(False), torch.no_grad():
-            self.rest.data = self.home.zeros(len(self.rest), self.rest.dtype)
+            rest = self._zeros(len(self.rest))
+            if self.is_split and self.compute_shard is not None:
+                self.rest = rest
+                self.compute_shard.follow_rest()
+            else:
+                self.rest.data = rest
             self._divide()
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
@@ -444,6 +465,8 @@ class Lane:
         shard = self.rest if shard is None else shard
         if self.replicated:
             return shard if shard is not self.rest else self.home.stage(shard)
+        if isinstance(shard, SplitValues) and shard is self.rest:
+            shard = self.home.stage(shard)
         flat = self._empty(self.layout.total, shard.dtype)
         if shard is self.rest and self.home.kind == "disk":
             # Not through its mapping: a fault of the disk would end the process there.
@@ -542,23 +565,34 @@ class Lane:
 class ComputeShard:
     """The shard in the compute dtype, beside a master that does not rest on the compute device.
 
-    An optimizer's step writes both. It is cast anew when the engine or user code has written the master.
+    An optimizer's step writes both. It is cast anew when the engine or user code has written the master. Of a
+    split master it is a part, and always current.
     """
 
     def __init__(self, lane: Lane) -> None:
         self._lane, self.home = lane, lane.homes.compute
-        self.values = self.home.zeros(len(lane.rest), lane.dtypes.compute)
-        self.is_current = False
+        self.is_current = lane.is_split
+        self.follow_rest()
         self.edited_here = False  # it is not current by user code, perhaps on this rank alone
+
+    def follow_rest(self) -> None:
+        """The lane has a new shard, in other memory."""
+        rest = self._lane.rest
+        if isinstance(rest, SplitValues):
+            self.values = rest.split_values.compute
+        else:
+            self.values = self.home.zeros(len(rest), self._lane.dtypes.compute)
+            self.is_current = False
 
     def master_written(self) -> None:
         """By the engine, on all ranks."""
-        self.is_current = self.edited_here = False
+        self.is_current, self.edited_here = self._lane.is_split, False
 
     def master_edited(self) -> None:
         """By user code."""
-        self.edited_here |= self.is_current
-        self.is_current = False
+        if not self._lane.is_split:
+            self.edited_here |= self.is_current
+            self.is_current = False
 
     def staged(self) -> torch.Tensor:
         if self.is_current:

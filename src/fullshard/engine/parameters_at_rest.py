@@ -20,6 +20,8 @@ from fullshard.engine.cuts import Cut, is_everything, operand
 from fullshard.engine.gradients import GradShard, Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.piecewise import ELEMENT_WISE, IN_PLACE_OPERATORS
+from fullshard.engine.split_masters import restored
+from fullshard.engine.writes import KEY
 from fullshard.errors import AtRestError, StateError, unit_label
 
 _PLACE = "_fullshard_place"
@@ -79,12 +81,11 @@ def _pickled(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{_name(*place)} is sharded: pickling or saving it would write this rank's elements alone",
                 "Use fs.save, or save model.state_dict() or parameters inside `with fs.full(model):`.",
             )
-        mark = self.__dict__.pop(_PLACE, None)  # the file is for anybody
-        try:
-            return original(self, protocol)
+        ours = {key: self.__dict__.pop(key) for key in (_PLACE, KEY) if key in self.__dict__}
+        try:  # the file is for anybody
+            return original(restored(self), protocol)
         finally:
-            if mark is not None:
-                self.__dict__[_PLACE] = mark
+            self.__dict__.update(ours)
 
     return reduce_ex
 

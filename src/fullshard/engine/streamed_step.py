@@ -26,6 +26,9 @@ optimizer made it.
 With `fs.shard(state="8bit")` states rest in 8-bit blocks, wherever that is: they are decoded when they are
 fetched and encoded when they are stored, and a slab has them in the optimizer's own dtype. Parameters begin
 at multiples of a block in their lane, and so do ranks' intervals: no part, chunk or rank cuts a block.
+
+With `fs.Offload(split_masters=True)` masters on the host rest in two parts (see `split_masters`): they are
+joined in a slab before the step, and split behind it.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import plainly
 from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
+from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
+from fullshard.engine.split_masters import SplitValues
 from fullshard.engine.step_numbers import Numbers, Snapshot
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
@@ -430,7 +435,11 @@ class StreamedStep:
             if gradients is not None:
                 gradients.settle()
         landed = None if gradients is None else gradients.landed
-        master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
+        if isinstance(lane.rest, SplitValues):
+            staged.parts = slabs.parts(chunk, lane, lane.rest)
+            master = slabs.joined(chunk, lane)
+        else:
+            master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
         states = {key: staged.place_of_state(key) for key in span.states}
         given = None
         if gradients is not None:
@@ -476,6 +485,9 @@ class StreamedStep:
         chunk, shown = staged.chunk, staged.shown
         lane = chunk.span.lane
         gradients = self._gradients(staged)
+        if staged.parts is not None:
+            compute, low, ties = staged.parts
+            join(compute.values, low.values, ties.values, staged.master.values)
         try:
             for part in shown:
                 parameter, own = lane.parameters[part.index], chunk.within(part)
@@ -496,7 +508,12 @@ class StreamedStep:
         chunk, lane = staged.chunk, staged.chunk.span.lane
         places = [staged.master, *staged.states.values()]
         shard = lane.compute_shard
-        if shard is not None:
+        if staged.parts is not None:
+            compute, low, ties = staged.parts
+            compute.values.copy_(staged.master.values)
+            split(staged.master.values, compute.values, low.values, ties.values)
+            places += staged.parts
+        elif shard is not None:
             cast = staged.slabs.place(chunk, ".compute", shard.home, shard.values, chunk.start)
             cast.values.copy_(staged.master.values)
             places.append(cast)
@@ -684,12 +701,32 @@ class _Slabs:
         self.free: Mark | None = None  # the last chunk is stored
 
     def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
+        return self._slab(kind, dtype, self._num_elements)[: round_up(chunk.stop - chunk.start, multiple)]
+
+    def _slab(self, kind: str, dtype: torch.dtype, length: int) -> torch.Tensor:
         slab = self._slabs.get((kind, dtype))
         if slab is None:
             self._site.wait(self.free)
-            slab = self._slabs[kind, dtype] = self._site.memory(self._num_elements, dtype)
+            slab = self._slabs[kind, dtype] = self._site.memory(length, dtype)
             self.free = self._site.transfers.now()  # the memory may have been used on the compute stream
-        return slab[: round_up(chunk.stop - chunk.start, multiple)]
+        return slab
+
+    def joined(self, chunk: Chunk, lane: Lane) -> _Place:
+        """Where a split master is joined."""
+        values = self.slab(chunk, ".master", lane.rest.dtype)
+        return _Place(lane.home, lane.rest, chunk.start, values, is_copy=False)
+
+    def parts(self, chunk: Chunk, lane: Lane, rest: SplitValues) -> tuple[_Place, _Place, _Place]:
+        """A chunk begins where a byte of the bitmap does: parameters, and what they are cut at, do."""
+        halves, start = rest.split_values, chunk.start
+        compute = self.place(chunk, ".compute", lane.homes.compute, halves.compute, start)
+        low = self.place(chunk, ".low", lane.home, halves.low, start)
+        first, count = start // PER_BYTE, bitmap_bytes(chunk.stop - start)
+        is_copy = lane.home.kind != self._site.kind
+        bits = halves.ties[first : first + count]
+        if is_copy:
+            bits = self._slab(".ties", torch.uint8, bitmap_bytes(self._num_elements))[:count]
+        return compute, low, _Place(lane.home, halves.ties, first, bits, is_copy)
 
     def place(self, chunk: Chunk, kind: str, home: Home, at_rest: torch.Tensor, start: int) -> _Place:
         """Where `chunk`'s values of one kind are while it steps; they rest from element `start` on."""
@@ -706,6 +743,7 @@ class _Staged:
     chunk: Chunk
     shown: list[Part]
     slabs: _Slabs
+    parts: tuple[_Place, _Place, _Place] | None = None  # of a split master: compute shard, 16 bits, bitmap
     master: _Place = field(init=False)
     states: dict[_Key, _Place] = field(init=False)
     gradients: _Place | None = field(init=False)
@@ -713,6 +751,7 @@ class _Staged:
 
     def places(self) -> Iterator[_Place]:
         yield self.master
+        yield from self.parts or ()
         yield from self.states.values()
         if self.gradients is not None:
             yield self.gradients

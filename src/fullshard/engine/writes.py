@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.split_masters import show
+
 _version = attrgetter("_version")
 _data: Any = torch.Tensor.data  # torch's own descriptor
-_KEY = "_fullshard_writes"
+KEY = "_fullshard_writes"
 
 
 class Writes:
@@ -34,7 +36,7 @@ class Writes:
         self.assigned = False  # by `p.data = value`
         self._versions = sum(map(_version, parameters))
         for parameter in parameters:
-            parameter.__dict__[_KEY] = self
+            parameter.__dict__[KEY] = self
 
     def seen(self) -> bool:
         """Whether there was one since the last `forget`."""
@@ -70,19 +72,20 @@ def watch_data() -> None:
 
 def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """`parameter.data = value`, by the engine itself."""
-    _data.__set__(parameter, value)
+    if not show(parameter, value):
+        _data.__set__(parameter, value)
 
 
 def _get(parameter: nn.Parameter) -> torch.Tensor:
     value: torch.Tensor = _data.__get__(parameter)
-    writes: Writes | None = parameter.__dict__.get(_KEY)
+    writes: Writes | None = parameter.__dict__.get(KEY)
     if writes is not None:
         writes.handed_out.append(value)
     return value
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    _data.__set__(parameter, value)
-    writes: Writes | None = parameter.__dict__.get(_KEY)
+    set_data(parameter, value)
+    writes: Writes | None = parameter.__dict__.get(KEY)
     if writes is not None:
         writes.assigned = True

@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.api import full
 from fullshard.engine.runtime import runtime_of
+from fullshard.engine.split_masters import address
 from fullshard.state.state_dict import StateShard
 
 IsSaved = Callable[[str], bool]  # of a name in the state dict
@@ -82,7 +83,7 @@ def _add_copies(model: nn.Module, state: dict[str, Any], is_saved: IsSaved | Non
         if not isinstance(value, torch.Tensor):
             state[name] = value  # extra state of a module
             continue
-        place = (value.data_ptr(), tuple(value.shape), value.stride())
+        place = (address(value), tuple(value.shape), value.stride())
         if value.numel() == 0 or place not in copies:
             copies[place] = value.detach().to("cpu", copy=True)
         state[name] = copies[place]

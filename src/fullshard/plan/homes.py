@@ -49,6 +49,7 @@ class LaneBytes:
     num_elements: int
     stays: bool = False  # on the device, whatever the budget
     in_blocks: bool = False  # state rests in 8-bit blocks, and is brought to its dtype for a step
+    remainder: int = 0  # on the host, what restores the master from `compute` rests in its place; 0: itself
 
     @property
     def total(self) -> int:
@@ -58,6 +59,9 @@ class LaneBytes:
     def rest(self) -> int:
         """What an optimizer updates."""
         return self.master or self.compute
+
+    def master_at(self, place: Place) -> int:
+        return self.remainder if place == "host" and self.remainder else self.master
 
     @property
     def as_computed(self) -> bool:
@@ -120,9 +124,20 @@ def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
     in_blocks = lane.dtypes.eight_bit_state
     if lane.dtypes.compute == lane.dtypes.rest:
         return LaneBytes(rest, 0, trained, state, num_elements, stays, in_blocks)
-    packs = lane.dtypes.eight_bit_gather and lane.layout.ranks > 1  # from the master itself
-    compute = 0 if packs else num_elements * lane.dtypes.compute.itemsize
-    return LaneBytes(compute, rest, trained, state, num_elements, stays, in_blocks)
+    compute = 0 if packs(lane.layout, lane.dtypes) else num_elements * lane.dtypes.compute.itemsize
+    remainder = 2 * num_elements + ceil(num_elements / 8) if splits(lane.layout, lane.dtypes) else 0
+    return LaneBytes(compute, rest, trained, state, num_elements, stays, in_blocks, remainder)
+
+
+def packs(layout: Layout, dtypes: LaneDtypes) -> bool:
+    """Whether gathers send 8-bit blocks, which are made of the masters themselves."""
+    return dtypes.eight_bit_gather and layout.ranks > 1
+
+
+def splits(layout: Layout, dtypes: LaneDtypes) -> bool:
+    """Whether masters on the host rest in two parts. Tensor parallelism has parameters of its own class."""
+    is_plain = all(piece.region is None for piece in layout.pieces)
+    return dtypes.split and is_plain and not packs(layout, dtypes)
 
 
 def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, free: Free) -> Budget:
@@ -258,7 +273,8 @@ def held(lane: LaneBytes, homes: LaneHomes) -> Iterator[tuple[str, Place, int]]:
     """By kind, where a lane's values rest and their bytes."""
     for kind in KINDS:
         if kind != "compute" or not (lane.master and homes.master == "device"):
-            yield kind, getattr(homes, kind), getattr(lane, kind)
+            place: Place = getattr(homes, kind)
+            yield kind, place, lane.master_at(place) if kind == "master" else getattr(lane, kind)
 
 
 def usage(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes]) -> dict[Place, int]:
@@ -295,8 +311,8 @@ def slab_bytes(
     State in 8-bit blocks, and gradients that rest as they were computed, have slabs wherever they rest. Lanes
     of which nothing rests elsewhere share one more set.
     """
-    fetched: dict[str, int] = {}  # bytes per element
-    near: dict[str, int] = {}  # of lanes of which nothing rests elsewhere
+    fetched: dict[str, float] = {}  # bytes per element
+    near: dict[str, float] = {}  # of lanes of which nothing rests elsewhere
     num_elements = 0
     for lane, home in zip(lanes, homes, strict=True):
         if not ((home.streams_steps or lane.in_blocks or lane.as_computed) and lane.gradients):
@@ -306,12 +322,17 @@ def slab_bytes(
         for kind, place, num_bytes in held(lane, home):
             name = kind if lane.master or kind != "compute" else "master"  # one shard for both
             in_blocks = kind == "state" and lane.in_blocks
+            is_split = kind == "master" and num_bytes < lane.master
+            if is_split:
+                by_kind["master"] = lane.master // lane.num_elements  # joined
+                name = "remainder"
             if place != step or in_blocks:
                 size_bytes = STATES * lane.rest if in_blocks else num_bytes  # in its own dtype
-                by_kind[name] = max(by_kind.get(name, 0), size_bytes // lane.num_elements)
+                each = 2 + 1 / 8 if is_split else size_bytes // lane.num_elements
+                by_kind[name] = max(by_kind.get(name, 0), each)
         if lane.as_computed:
             by_kind["cast gradients"] = lane.rest // lane.num_elements
-    return num_elements * (slab_sets(chunk) * sum(fetched.values()) + sum(near.values()))
+    return int(num_elements * (slab_sets(chunk) * sum(fetched.values()) + sum(near.values())))
 
 
 @dataclass(frozen=True)

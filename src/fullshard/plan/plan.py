@@ -401,6 +401,7 @@ def lanes_of(unit: Unit, ranks: int, options: Options) -> list[tuple[LanePlan, l
             gathers_across=options.two_level,
             eight_bit_state=options.state == "8bit",
             one_backward=options.offload is not None and options.offload.one_backward,
+            split_masters=options.offload is not None and options.offload.split_masters,
         )
         for dtype, trainable, fixed in groups
     ]

@@ -111,7 +111,7 @@ class Question:
             precision=self.precision,
             checkpoint_activations=self.recompute,
             state=self.state,
-            offload=Offload(one_backward=True) if self.offload and self.offload.one_backward else None,
+            offload=None if self.offload is None else Offload(one_backward=self.offload.one_backward),
             on_gpu=self.on_gpu,
         )
         return planned_levels(options, self.ranks, self.node_ranks or self.ranks)

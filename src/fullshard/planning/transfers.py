@@ -90,15 +90,18 @@ def _of_lane(lane: LaneBytes, homes: LaneHomes, gathers: int) -> Transfers:
     reads = sent if at == "disk" and not (cast and lane.compute) else 0
     if not (lane.gradients and homes.streams_steps):
         return Transfers(pass_up=sent, pass_read=reads)
-    stepped = [master] * (at != "device") + [lane.state] * (homes.state != "device")
+    is_split = cast and at == "host" and lane.remainder > 0
+    stepped = [lane.master_at(at) if cast else master] * (at != "device")
+    stepped += [lane.state] * (homes.state != "device")
     from_disk = [master] * (at == "disk") + [lane.state] * (homes.state == "disk")
     gradients = lane.gradients if homes.gradients != "device" else 0
     written = lane.compute if cast and homes.compute != "device" else 0
+    joined = written if is_split else 0  # the compute shard is a part of the master
     return Transfers(
         pass_up=sent,
         pass_down=gradients,
         pass_read=reads,
-        step_up=sum(stepped) + gradients,
+        step_up=sum(stepped) + gradients + joined,
         step_down=sum(stepped) + written,
         step_read=sum(from_disk),
         step_written=sum(from_disk),

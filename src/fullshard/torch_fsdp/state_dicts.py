@@ -16,6 +16,7 @@ from torch import nn
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime, engine_of
+from fullshard.engine.split_masters import address
 from fullshard.errors import FullshardError, StateError
 from fullshard.state.state_dict import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies
@@ -97,7 +98,7 @@ def _gather_into(
         elif isinstance(state[key], torch.Tensor) and keep:
             value = state[key]
             if not to_host or value.is_cpu:
-                same = value.data_ptr(), tuple(value.shape), value.stride(), value.dtype  # tied ones stay one
+                same = address(value), tuple(value.shape), value.stride(), value.dtype  # tied ones stay one
                 state[key] = copies[same] = copies[same] if same in copies else value.detach().clone()
     for lane in dict.fromkeys(lane for _, lane, _ in runtime.places()):
         if lane not in by_lane:

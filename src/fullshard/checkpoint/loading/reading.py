@@ -28,6 +28,7 @@ from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import FileRecord
 from fullshard.comm.groups import as_bytes
+from fullshard.engine.split_masters import SplitValues
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 CHUNK_BYTES = 16 * 2**20  # read at a time
@@ -237,7 +238,8 @@ class Source:
 
     def read(self, stored: Stored, start: int, stop: int, out: torch.Tensor) -> None:
         """Read elements [start, stop) into `out`: flat, on any device, cast to its dtype."""
-        same = out.device.type == "cpu" and out.dtype == stored.tensor.dtype and out.is_contiguous()
+        is_memory = out.device.type == "cpu" and not isinstance(out, SplitValues)
+        same = is_memory and out.dtype == stored.tensor.dtype and out.is_contiguous()
         itemsize = stored.tensor.dtype.itemsize
         for span, low, high in stored.ranges(start, stop):
             if same:

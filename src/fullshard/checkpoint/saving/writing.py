@@ -19,6 +19,7 @@ from fullshard.checkpoint.format.manifest import NAME, Part
 from fullshard.checkpoint.saving.contents import LocalSlice
 from fullshard.comm.groups import as_bytes
 from fullshard.comm.messages import record
+from fullshard.engine.split_masters import SplitValues, restored
 
 FILE_BYTES = 5 * 10**9  # per safetensors file; a larger tensor gets a file of its own
 _STAGED_BYTES = 32 * 2**20  # copied from a device at a time
@@ -193,10 +194,11 @@ class RankWriter:
 
 def _host_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The bytes of flat values, cast to `dtype`, in host memory; in pieces where they must be copied."""
-    if values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous():
+    is_memory = not isinstance(values, SplitValues) and values.device.type == "cpu"
+    if is_memory and values.dtype == dtype and values.is_contiguous():
         yield as_bytes(values).numpy().data
         return
     step = max(1, _STAGED_BYTES // max(dtype.itemsize, values.dtype.itemsize))
     for at in range(0, values.numel(), step):
-        part = values[at : at + step].to(dtype).cpu().contiguous()
+        part = restored(values[at : at + step]).to(dtype).cpu().contiguous()
         yield as_bytes(part).numpy().data

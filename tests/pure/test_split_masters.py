@@ -1,0 +1,205 @@
+"""Split masters are read and written like the plain tensors they stand for, through views of any kind."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard.engine.remainders import bitmap_bytes
+from fullshard.engine.split_masters import Halves, SplitParameter, SplitValues, address, show
+from fullshard.engine.transfers import Transfers
+from fullshard.engine.writes import watch_data
+from fullshard.errors import AtRestError
+
+COUNT = 203
+
+
+def split_of(values: Tensor) -> SplitValues:
+    halves = Halves(
+        torch.zeros(len(values), dtype=torch.bfloat16),
+        torch.zeros(len(values), dtype=torch.int16),
+        torch.zeros(bitmap_bytes(len(values)), dtype=torch.uint8),
+        Transfers(torch.device("cpu")),
+    )
+    split = SplitValues.all_of(halves)
+    split.copy_(values)
+    return split
+
+
+def pair(seed: int = 0) -> tuple[SplitValues, Tensor]:
+    """Split and plain, with ties among them."""
+    values = torch.randn(COUNT, generator=torch.Generator().manual_seed(seed))
+    values[::5] = values[::5].half().float()
+    return split_of(values), values
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t,
+    lambda t: t[8:200].view(24, 8),
+    lambda t: t[8:200].view(24, 8).t(),
+    lambda t: t[8:200].view(24, 8)[:, 3],
+    lambda t: t[8:200].view(2, 12, 8).permute(2, 0, 1)[1:7:2],
+    lambda t: t[3:7],
+    lambda t: t[5],
+    lambda t: t[::7],
+    lambda t: t[40:40],
+    lambda t: t[1:].unsqueeze(0).squeeze(0),
+    lambda t: t.split([100, 103])[1],
+    lambda t: t[:9].unbind()[4],
+    lambda t: t[:100].view(10, 10).diagonal(),
+    lambda t: t.narrow(0, 30, 60).reshape(6, 10).select(1, 2),
+    lambda t: torch.as_strided(t, (10, 3), (7, 2), 4),
+    lambda t: t[:20].view(4, 5).unfold(1, 2, 2)[0],
+    lambda t: t[100:110].expand(10).movedim(0, 0).detach(),
+]
+WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda t, x: t.copy_(x),
+    lambda t, x: t.mul_(1.25),
+    lambda t, x: t.add_(x, alpha=0.5),
+    lambda t, x: t.zero_(),
+    lambda t, x: t.fill_(1.00390625),  # a tie
+    lambda t, x: t.lerp_(x, 0.3),
+    lambda t, x: torch.add(t, x, out=t),
+    lambda t, x: torch._foreach_addcmul_([t], [x], [x], 0.1),
+    lambda t, x: t.masked_fill_(x > 0, -2.5),
+    lambda t, x: t.__setitem__(..., x),
+    lambda t, x: t.clamp_(-0.5, 0.5),
+    lambda t, x: torch._foreach_copy_([t], [x]),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(VIEWS), st.sampled_from(WRITES)), min_size=1, max_size=4))
+def test_writes_into_views_have_the_results_of_plain_tensors(steps: list[Any]) -> None:
+    split, plain = pair()
+    generator = torch.Generator().manual_seed(1)
+    for view, write in steps:
+        of_split, of_plain = view(split), view(plain)
+        assert isinstance(of_split, SplitValues)
+        assert (of_split.shape, of_split.stride()) == (of_plain.shape, of_plain.stride())
+        values = torch.randn(of_plain.shape, generator=generator)
+        write(of_split, values)
+        write(of_plain, values)
+        assert torch.equal(split, plain)
+        assert torch.equal(split.split_values.compute, plain.bfloat16())
+        assert torch.equal(of_split.sum(), of_plain.sum())
+
+
+def test_views_of_the_same_elements_in_one_call_are_one_memory() -> None:
+    split, plain = pair()
+    for t in (split, plain):
+        torch._foreach_add_([t[:50], t[25:], t[10:30]], 1.0)
+        t[20:60].copy_(t[100:140])
+    assert torch.equal(split, plain)
+
+
+def parameter_over(split: SplitValues) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(24, 8))
+    show(parameter, split[8:200].view(24, 8))
+    return parameter
+
+
+def test_a_parameter_stays_the_same_object_and_shows_plain_values_when_it_is_given_some() -> None:
+    split, plain = pair()
+    parameter = parameter_over(split)
+    gradient = torch.ones(24, 8)
+    parameter.grad, before = gradient, parameter._version
+    assert type(parameter) is SplitParameter
+    assert isinstance(parameter, nn.Parameter)
+    for values in (torch.randn(5, 2), torch.randn(24, 8)):
+        show(parameter, values)
+        assert type(parameter) is nn.Parameter
+        assert parameter.data_ptr() == values.data_ptr()
+        assert parameter.grad is gradient
+        assert parameter.requires_grad
+        show(parameter, split[8:200].view(24, 8))
+        assert parameter.grad is gradient
+        assert parameter.requires_grad
+    assert parameter._version == before
+    assert torch.equal(parameter, plain[8:200].view(24, 8))
+    parameter.requires_grad_(False)
+    show(parameter, torch.zeros(1))
+    assert not parameter.requires_grad
+
+
+def test_autograd_and_hooks_see_the_parameter_whatever_it_shows() -> None:
+    split, _plain = pair()
+    parameter, seen = nn.Parameter(torch.zeros(24, 8)), []
+    parameter.register_hook(lambda gradient: seen.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    view = split[8:200].view(24, 8)
+    for values in (view, torch.randn(24, 8), view):
+        show(parameter, values)
+        parameter.grad = None
+        parameter.square().sum().backward()
+        assert torch.equal(parameter.grad, 2 * parameter.detach())  # type: ignore[arg-type]
+        assert seen == ["gradient", "accumulated"]
+        seen.clear()
+
+
+def test_edits_through_data_and_of_data_are_noticed() -> None:
+    watch_data()
+    split, plain = pair()
+    parameter = parameter_over(split)
+    kept = parameter.data
+    assert type(kept) is SplitValues
+    assert not isinstance(kept, nn.Parameter)
+    kept[0].zero_()
+    plain[8:16] = 0
+    assert kept._version == 1
+    assert torch.equal(split, plain)
+    parameter.data = torch.ones(24, 8)  # values of its own, until the lane takes them
+    assert type(parameter) is nn.Parameter
+    assert torch.equal(split, plain)
+    parameter.data = kept
+    assert type(parameter) is SplitParameter
+    assert address(parameter) == address(kept)
+
+
+def test_copies_are_plain_tensors() -> None:
+    split, plain = pair()
+    parameter, expected = parameter_over(split), plain[8:200].view(24, 8)
+    file = io.BytesIO()
+    torch.save(parameter.detach(), file)
+    file.seek(0)
+    copies = [
+        parameter.clone(),
+        parameter.detach().clone(),
+        parameter.double().float(),
+        parameter.contiguous() + 0,
+        copy.deepcopy(parameter),
+        copy.deepcopy(parameter.detach()),
+        torch.load(file),
+        torch.from_numpy(np.array(parameter.detach())),
+        torch.tensor(parameter.tolist()),
+        nn.utils.parameters_to_vector([parameter]).view(24, 8),
+    ]
+    for index, copied in enumerate(copies):
+        assert type(copied) in (Tensor, nn.Parameter), index
+        assert torch.equal(copied, expected), index
+    made = [torch.empty_like(parameter), torch.zeros_like(parameter), parameter.new_ones(3)]
+    assert [(type(each), each.dtype) for each in made] == 3 * [(Tensor, torch.float32)]
+    assert repr(parameter) == repr(nn.Parameter(expected.clone()))
+
+
+def test_what_needs_memory_is_a_copy_that_cannot_be_written_or_refused() -> None:
+    parameter = parameter_over(pair()[0])
+    with pytest.raises(ValueError, match="read-only"):
+        parameter.detach().numpy()[0] = 1
+    with pytest.raises(RuntimeError, match="requires grad"):
+        parameter.numpy()
+    with pytest.raises(AtRestError, match=r"data_ptr of a parameter at rest.*p\.detach\(\)\.clone\(\)"):
+        parameter.data_ptr()
+    with pytest.raises(AtRestError, match="another dtype"):
+        parameter.data.view(torch.int32)
+    with pytest.raises(AtRestError, match="other memory"):
+        parameter.data.resize_(3)

@@ -1,0 +1,252 @@
+"""Masters that rest in two parts train with the bits of plain ones, and are parameters to their users."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_offload
+import test_offload_use as uses
+import torch
+from torch import Tensor, nn
+
+import engines
+import fullshard as fs
+import ranks
+from fullshard import offload as offload_option
+from fullshard.engine.runtime import runtime_of
+from fullshard.engine.split_masters import SplitParameter
+from fullshard.errors import AtRestError
+
+
+def plain(offload: Any) -> fs.Offload:
+    parsed = offload_option.parse(offload)
+    assert parsed is not None
+    return dataclasses.replace(parsed, split_masters=False)
+
+
+def is_split(model: nn.Module) -> list[bool]:
+    return [isinstance(p, SplitParameter) for p in model.parameters()]
+
+
+def _plain_masters(folder: Path) -> None:
+    for turn, strategy in enumerate(("zero3", "replicate", "zero1")):
+        options: dict[str, Any] = {"strategy": strategy, "precision": "bf16"}
+        expected = test_offload.trained(**options)
+        homes = list(test_offload.offloads(folder, torch.distributed.get_world_size()).items())
+        for name, offload in homes if turn == 0 else homes[turn::3]:
+            try:
+                test_offload.same(test_offload.trained(offload=plain(offload), **options), expected)
+            except Exception as error:
+                raise AssertionError(f"{strategy}, {name}: {error!r}") from error
+        ranks.end_groups_of_models()
+
+
+def test_plain_masters_have_the_bits_of_a_run_without_offload_too(tmp_path: Path) -> None:
+    ranks.run(_plain_masters, 2, tmp_path, timeout_s=120)
+
+
+def _step_on_the_host() -> None:
+    for overlapped in (
+        fs.Offload(step="host", chunk=600),
+        fs.Offload(step="host", kinds=("master", "state")),
+    ):
+        found = [test_offload.trained(precision="bf16", offload=o) for o in (overlapped, plain(overlapped))]
+        test_offload.same(*found)
+
+
+def test_a_step_on_the_host_has_the_bits_of_one_on_plain_masters() -> None:
+    ranks.run(_step_on_the_host, 2)
+
+
+def _which() -> dict[str, list[bool]]:
+    """By options, which parameters are split."""
+    found = {}
+    for name, options in {
+        "host": {"precision": "bf16", "offload": "host"},
+        "optimizer": {"precision": "bf16", "offload": "optimizer"},
+        "moments": {"precision": "bf16", "offload": fs.Offload(kinds=("state",))},
+        "not cast": {"precision": "fp32", "offload": "host"},
+        "fp16": {"precision": "fp16", "offload": "host"},
+        "packed": {
+            "precision": fs.Precision(compute=torch.bfloat16, gather=torch.int8),
+            "offload": "host",
+        },
+        "plain": {"precision": "bf16", "offload": plain("host")},
+    }.items():
+        model = engines.shard_blocks(engines.build(), **options)
+        found[name] = sorted(set(is_split(model)))
+        ranks.end_groups_of_models()
+    return found
+
+
+def test_masters_of_bf16_values_on_the_host_are_split_and_no_others() -> None:
+    expected = {key: [True] for key in ("host", "optimizer")}
+    expected |= {key: [False] for key in ("moments", "not cast", "fp16", "packed", "plain")}
+    assert ranks.run(_which, 2) == [expected, expected]
+
+
+class Half(engines.Net):
+    """Weights that were fp16: an eighth of them lie between two bf16 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(parameter.half())
+
+
+# --- uses, with offload and without -------------------------------------------------------------------------
+
+
+def new(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = engines.shard_blocks(engines.build(Half), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def from_half_precision(options: dict[str, Any], folder: Path) -> Any:
+    model, optimizer = new(options)
+    first = uses.values(model)
+    uses.steps(model, optimizer, 0, 1)
+    return {f"first.{name}": value for name, value in first.items()} | uses.values(model)
+
+
+def with_an_average_that_is_tried_out(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    parameters = list(model.parameters())
+    average = [p.detach().clone() for p in parameters]
+    found = {}
+    for step in range(3):
+        uses.steps(model, optimizer, step)
+        torch._foreach_lerp_(average, [p.detach() for p in parameters], 0.3)
+        kept = [p.data for p in parameters]
+        for parameter, value in zip(parameters, average, strict=True):
+            parameter.data = value.clone()
+        with torch.no_grad():
+            found[f"tried {step}"] = model(engines.batch(9, 0)[0])
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.data = value
+    return found | uses.values(model)
+
+
+def with_writes_into_parts(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    uses.steps(model, optimizer, 0)
+    for parameter in model.parameters():
+        parameter.data.view(-1)[1:3].mul_(2)
+        parameter.data[-1:] += 0.125
+        with torch.no_grad():
+            parameter.clamp_(-0.4, 0.4)
+    uses.steps(model, optimizer, 1)
+    return uses.values(model)
+
+
+def with_a_penalty(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    for step in range(2):
+        uses.backward(model, step)
+        norm = torch.stack([p.detach().norm() for p in model.parameters()])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None and parameter.numel():
+                    parameter.grad.mul_(1 + norm[0].item() * 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return uses.values(model) | {"norm": norm}
+
+
+def with_masters_in_a_state_dict(options: dict[str, Any], folder: Path) -> Any:
+    model, optimizer = new(options)
+    uses.steps(model, optimizer, 0)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    uses.steps(model, optimizer, 1)
+    model.load_state_dict(state)
+    uses.steps(model, optimizer, 2)
+    return uses.values(model)
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    run.__name__: run
+    for run in (
+        from_half_precision,
+        with_an_average_that_is_tried_out,
+        with_writes_into_parts,
+        with_a_penalty,
+        with_masters_in_a_state_dict,
+    )
+}
+
+
+def _own_uses(folder: Path) -> None:
+    uses.USES |= OWN
+    for turn, name in enumerate(OWN):
+        options = {"precision": "bf16", "strategy": ("zero3", "replicate", "zero2")[turn % 3]}
+        offloads = ["host", fs.Offload(kinds=("master", "state"), chunk=300), fs.Offload(overlap=True)]
+        uses.compare(name, options, [*offloads, plain("host")], folder)
+        ranks.end_groups_of_models()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_whatever_is_done_with_parameters_at_rest_leaves_the_same_bits(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    ranks.run(_own_uses, num_ranks, tmp_path, timeout_s=120)
+
+
+# --- what a parameter is ------------------------------------------------------------------------------------
+
+
+def _identity() -> None:
+    model, optimizer = uses.new({"precision": "bf16", "offload": "host"})
+    parameters = list(model.parameters())
+    seen: list[type] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend({type(p) for p in parameters}))
+    stepped: list[Any] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            shown = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            stepped.extend((type(p), type(p.data), p.data_ptr() > 0) for p in shown if p.numel())
+            return super().step(closure)  # type: ignore[no-untyped-call]
+
+    uses.steps(model, optimizer, 0)
+    uses.steps(model, Watching(parameters, lr=0.1), 1)
+    assert set(stepped) == {(nn.Parameter, Tensor, True)}  # an optimizer's own code has plain tensors
+    for parameter in parameters:
+        assert isinstance(parameter, nn.Parameter)
+        assert type(parameter) is SplitParameter
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        assert list(parameter.__dict__.keys() & {"spare"}) == []
+        if parameter.numel():
+            with pytest.raises(AtRestError, match="data_ptr"):
+                parameter.data_ptr()
+    with fs.full(model):
+        assert {type(p) for p in parameters} == {nn.Parameter}
+        assert all(p.data_ptr() for p in parameters)
+        torch.save(parameters[0], "/dev/null")
+    with pytest.raises(fs.FullshardError, match=r"Use fs\.save"):
+        torch.save(parameters[0], "/dev/null")
+
+
+def test_parameters_are_the_same_objects_with_memory_wherever_code_needs_it() -> None:
+    ranks.run(_identity, 2)
+
+
+def _bytes() -> tuple[int, int, int]:
+    model, _ = uses.new({"precision": "bf16", "offload": "host"})
+    resting = fs.plan(model).resting
+    assert resting is not None
+    lanes = runtime_of(model).lanes
+    halves = [lane.rest.split_values for lane in lanes if lane.is_split]  # type: ignore[attr-defined]
+    held = sum(each.low.nbytes + each.ties.nbytes for each in halves)
+    return held, resting.bytes_at("host", "master"), sum(map(len, halves))
+
+
+def test_what_restores_masters_takes_17_bits_per_element_as_planned() -> None:
+    held, planned, count = ranks.run(_bytes, 1)[0]
+    assert held == planned
+    assert held == pytest.approx(count * 17 / 8, rel=0.01)
