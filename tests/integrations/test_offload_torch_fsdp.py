@@ -119,8 +119,9 @@ def _state_dicts() -> None:
     """A run that is offloaded continues one that is not, and the other way round."""
     from torch.distributed.checkpoint import state_dict as stock
 
-    from fullshard.torch_fsdp import CPUOffloadPolicy, OffloadPolicy
+    from fullshard.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     mine = [batch[torch.distributed.get_rank()] for batch in batches(2, STEPS)]
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
@@ -131,14 +132,14 @@ def _state_dicts() -> None:
         return float(loss)
 
     kinds = (OffloadPolicy, CPUOffloadPolicy)
-    for before, after in (kinds, kinds[::-1]):
-        model = WAYS["block by block"](build(), offload_policy=before())
+    for before, after, more in ((*kinds, {}), (*kinds[::-1], {"mp_policy": mixed})):
+        model = WAYS["block by block"](build(), offload_policy=before(), **more)
         optimizer = reference.adamw(model.parameters())
         stepped(model, optimizer, mine[0])
         for full in (True, False):
             options = stock.StateDictOptions(full_state_dict=full)
             state = copy.deepcopy(stock.get_state_dict(model, optimizer, options=options))
-            second = WAYS["block by block"](build(1), offload_policy=after())
+            second = WAYS["block by block"](build(1), offload_policy=after(), **more)
             its_own = reference.adamw(second.parameters())
             stock.set_state_dict(
                 second, its_own, model_state_dict=state[0], optim_state_dict=state[1], options=options
@@ -155,11 +156,12 @@ def _answers() -> None:
     """What scripts ask DTensors, of parameters, gradients, norms and optimizer state."""
     from torch.distributed.tensor import DTensor
 
-    from fullshard.torch_fsdp import CPUOffloadPolicy, OffloadPolicy
+    from fullshard.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     answers = []
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
-        model = WAYS["block by block"](build(), offload_policy=policy)
+        model = WAYS["block by block"](build(), offload_policy=policy, mp_policy=mixed)
         optimizer = reference.adamw(model.parameters())
         loss_of(model, batches(2, 1)[0][torch.distributed.get_rank()]).backward()
         values = [p.grad for p in model.parameters()]
@@ -171,6 +173,8 @@ def _answers() -> None:
         optimizer.step()
         states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         found += [value.full_tensor() for value in states if hasattr(value, "full_tensor")]
+        assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
+        found += [p.to_local().reshape(-1).clone() for p in model.parameters()]
         answers.append([*found, *(p.full_tensor() for p in model.parameters())])
     for plain, offloaded in zip(*answers, strict=True):
         assert reference.bitwise(plain, offloaded)

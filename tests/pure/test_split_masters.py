@@ -131,6 +131,25 @@ def test_a_parameter_stays_the_same_object_and_shows_plain_values_when_it_is_giv
     assert not parameter.requires_grad
 
 
+class Named(nn.Parameter):
+    """A class of the user's."""
+
+    name = "mine"
+
+
+def test_a_parameter_of_another_class_is_of_that_class_whatever_it_shows() -> None:
+    view = pair()[0][8:200].view(24, 8)
+    parameter = Named(torch.zeros(24, 8))
+    for _ in range(2):
+        show(parameter, view)
+        assert isinstance(parameter, Named)
+        assert isinstance(parameter, SplitParameter)
+        assert parameter.name == "mine"
+        assert torch.equal(parameter, view)
+        show(parameter, torch.ones(3))
+        assert type(parameter) is Named
+
+
 def test_autograd_and_hooks_see_the_parameter_whatever_it_shows() -> None:
     split, _plain = pair()
     parameter, seen = nn.Parameter(torch.zeros(24, 8)), []

@@ -3,6 +3,7 @@ bf16, and nothing else changes. What bf16 cannot hold is an error."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +79,9 @@ def test_every_use_of_a_model_leaves_the_same_bits(tmp_path: Path) -> None:
     ranks.run(_uses, 1, tmp_path, timeout_s=120)
 
 
-def model_with_gradients(**given: Any) -> tuple[nn.Module, nn.Parameter]:
+def model_with_gradients(strategy: str = "zero3", **given: Any) -> tuple[nn.Module, nn.Parameter]:
     offload = fs.Offload(one_backward=True, **given)
-    model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
+    model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload, strategy=strategy)
     engines.loss_of(model, engines.batch(0, 0)).backward()
     parameter = max(model.parameters(), key=lambda p: p.numel())
     return model, parameter
@@ -166,6 +167,77 @@ def _written() -> None:
 
 def test_a_write_that_bf16_cannot_hold_is_an_error_and_changes_nothing() -> None:
     ranks.run(_written, 1)
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": torch.Tensor.detach,
+    "data": lambda g: g.data,
+    "as_subclass": lambda g: g.as_subclass(torch.Tensor),
+    "Variable": torch.autograd.Variable,
+    "Tensor": torch.Tensor,
+    "operator": torch.ops.aten.detach,
+    "overload": torch.ops.aten.alias.default,
+    "ellipsis": lambda g: g[...],
+    "copy": copy.copy,
+}
+
+
+def _aliases() -> None:
+    for strategy in ("zero3", "replicate"):
+        for name, alias in ALIASES.items():
+            model, parameter = model_with_gradients(strategy=strategy)
+            assert parameter.grad is not None
+            before = parameter.grad.clone()
+            other = alias(parameter.grad)
+            other.mul_(0.3)
+            assert torch.equal(parameter.grad, before * 0.3), (strategy, name)
+            assert torch.equal(other, before * 0.3), (strategy, name)
+            alias(parameter.grad).requires_grad_()
+            assert not parameter.grad.requires_grad, (strategy, name)
+            kept = other.clone()
+            model.zero_grad()
+            engines.loss_of(model, engines.batch(1, 0)).backward()  # into memory that nobody holds
+            assert torch.equal(other, kept), (strategy, name)
+            assert not torch.equal(parameter.grad, kept), (strategy, name)
+
+
+def test_what_is_written_into_another_object_for_a_gradient_is_written_into_the_gradient() -> None:
+    ranks.run(_aliases, 1)
+
+
+def _several_written() -> None:
+    model, _ = model_with_gradients()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    before = [g.clone() for g in gradients]
+    with pytest.raises(GradientError, match="cannot hold"):
+        torch._foreach_add_(
+            gradients, [g.clone() * (1.0 if i == 0 else 0.3) for i, g in enumerate(gradients)]
+        )
+    found_inf, third = torch.zeros(()), torch.tensor(1 / 3)
+    with pytest.raises(GradientError, match="cannot hold"):
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, third)
+    assert all(map(torch.equal, gradients, before))
+
+
+def test_a_write_into_several_gradients_that_one_cannot_hold_changes_none() -> None:
+    ranks.run(_several_written, 1)
+
+
+def _failed_penalty() -> None:
+    model, _ = model_with_gradients()
+    model.zero_grad()
+    penalty = fs.penalty(model, lambda _, p: p.square())
+    with pytest.raises(GradientError, match="cannot hold"):
+        (engines.loss_of(model, engines.batch(0, 0)) + penalty).backward()
+    model.zero_grad()
+    engines.loss_of(model, engines.batch(0, 0)).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    other, _ = model_with_gradients()
+    assert all(map(torch.equal, found, [p.grad for p in other.parameters() if p.grad is not None]))
+
+
+def test_a_penalty_that_they_cannot_hold_does_not_join_a_later_backward() -> None:
+    ranks.run(_failed_penalty, 1)
 
 
 def _second_backward() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import engines
 import fullshard as fs
 import ranks
+from engines import my_rank
 from fullshard import offload as offload_option
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitParameter
@@ -144,7 +145,7 @@ def with_writes_into_parts(options: dict[str, Any], _: Path) -> Any:
     return uses.values(model)
 
 
-def with_a_penalty(options: dict[str, Any], _: Path) -> Any:
+def with_gradients_scaled_by_a_norm_of_weights(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     for step in range(2):
         uses.backward(model, step)
@@ -156,6 +157,34 @@ def with_a_penalty(options: dict[str, Any], _: Path) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return uses.values(model) | {"norm": norm}
+
+
+def with_penalties_on_weights(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    for step in range(3):
+        loss = engines.loss_of(model, engines.batch(step, my_rank()))
+        (loss + 0.1 * fs.penalty(model, lambda _, p: p.square() + p.abs())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return uses.values(model)
+
+
+def with_a_coefficient_that_is_used_again(options: dict[str, Any], _: Path) -> Any:
+    """Each gradient is clipped by itself; and `p.grad.data` is set."""
+    model, optimizer = new(options)
+    coefficient = torch.empty(())
+    for step in range(2):
+        uses.backward(model, step)
+        for number, parameter in enumerate(model.parameters()):
+            assert parameter.grad is not None
+            torch.div(0.01, parameter.grad.norm().clone(), out=coefficient)
+            parameter.grad.mul_(coefficient)
+            if number % 2:
+                parameter.grad.data = parameter.grad.data * 0.5
+        coefficient.fill_(100.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return uses.values(model)
 
 
 def with_masters_in_a_state_dict(options: dict[str, Any], folder: Path) -> Any:
@@ -174,7 +203,9 @@ OWN: dict[str, Callable[..., Any]] = {
         from_half_precision,
         with_an_average_that_is_tried_out,
         with_writes_into_parts,
-        with_a_penalty,
+        with_gradients_scaled_by_a_norm_of_weights,
+        with_penalties_on_weights,
+        with_a_coefficient_that_is_used_again,
         with_masters_in_a_state_dict,
     )
 }

@@ -219,6 +219,29 @@ def _refusals() -> dict[str, tuple[str, str, str]]:
     return found
 
 
+def _after_a_failed_backward() -> list[bool]:
+    import fullshard as fs
+
+    found = []
+    for offload in (None, "host"):
+        gradients = []
+        for fails in (True, False):
+            model = sharded("zero3", check_gradients=True, offload=offload)
+            if fails:
+                value = fs.penalty(model, lambda _, p: p.sum())
+                with pytest.raises(fs.FullshardError, match="not finite"):
+                    (loss_of(model, batch(0, my_rank())) * float("nan") + value).backward()
+                model.zero_grad()
+            backward(model, 1)
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        found.append(all(map(torch.equal, *gradients)))
+    return found
+
+
+def test_penalty_of_a_backward_that_failed_does_not_join_a_later_one() -> None:
+    assert ranks.run(_after_a_failed_backward, 2) == [[True, True]] * 2
+
+
 def test_penalty_that_cannot_be_right_is_refused_alike_on_all_ranks() -> None:
     results = ranks.run(_refusals, 3)
     for name in REFUSED:

@@ -6,11 +6,13 @@ does not wait for values that have left for the host: norms were computed on the
 factors are kept until an optimizer's step has the values on the device again.
 
 Those that rest as they were computed (`fs.Offload(one_backward=True)`) are fp32 by name and bf16 in memory.
-They are read in fp32, from a copy; so a view of one is refused: what is written into it would be lost.
+They are read in fp32, from a copy. So aliases of one are AwayGradients as well, and views are refused: what
+is written into a view of the copy would be lost.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,8 +29,11 @@ from fullshard.errors import GradientError
 Factor = torch.Tensor | float
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__)
-_ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-_COPIED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # by us, for reading
+_ATEN_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_ALIASES = {
+    *(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__, torch.Tensor.as_subclass),  # type: ignore[attr-defined]
+    *(torch.ops.aten.detach, torch.ops.aten.alias, *_ATEN_ALIASES),
+}
 
 
 class Source(Protocol):
@@ -50,8 +55,12 @@ class Source(Protocol):
         """Values that rest, as the gradient has them: themselves, or a copy in its dtype."""
         ...
 
+    def require_room(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise if these cannot rest."""
+        ...
+
     def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
-        """User code has written these: known norms are not true any more. Raises if they cannot rest."""
+        """User code has written these: known norms are not true any more."""
         ...
 
 
@@ -60,6 +69,8 @@ class AwayGradient(GradShard):
     parameter: int  # its index in the lane
     values_at_rest: torch.Tensor
     part_at_rest: torch.Tensor
+    original: AwayGradient | None = None  # of an alias: as long as it is held, its values are not overwritten
+    _factor: tuple[Any, int, torch.Tensor] | None = None  # the last one: object, version, values
 
     @staticmethod
     def of(
@@ -71,7 +82,7 @@ class AwayGradient(GradShard):
         part: torch.Tensor | None,
         holder: Holder,
         answers: bool,
-        cut: Cut,
+        cut: Cut | None,
     ) -> AwayGradient:
         gradient: AwayGradient = torch.Tensor._make_wrapper_subclass(
             AwayGradient, values.shape, strides=values.stride(), dtype=like.dtype, device=like.device
@@ -83,6 +94,28 @@ class AwayGradient(GradShard):
         if not answers:
             gradient.part_at_rest = gradient.part_at_rest.reshape(-1)[:0]
         return gradient
+
+    def alias(self) -> AwayGradient:
+        """Another object for the same gradient."""
+        with plainly():
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            part = self.part_at_rest if self.replicated else None
+            made = AwayGradient.of(
+                self.source,
+                self.parameter,
+                self.values_at_rest,
+                like,
+                self.comm,
+                part,
+                self.holder,
+                self.answers,
+                self.cut,
+            )
+        made.original = self
+        return made
+
+    def __copy__(self) -> AwayGradient:
+        return self.alias()
 
     @property
     def part(self) -> torch.Tensor:  # type: ignore[override]
@@ -105,15 +138,15 @@ class AwayGradient(GradShard):
                 near = [g for g in scaled if not isinstance(g, AwayGradient)]
                 if near:  # together: in one call for those on the device
                     func(near, args[1])
-                factor = args[1].detach() if isinstance(args[1], torch.Tensor) else args[1]
+                factor = _kept(args[1]) if isinstance(args[1], torch.Tensor) else args[1]
                 for gradient in scaled:
                     if isinstance(gradient, AwayGradient):
                         gradient.scale(factor)
                 return None if many else args[0]
         first = args[0] if args else None
         if isinstance(first, AwayGradient) and first.rests_as_computed:
-            if func in _ALIASES:
-                return first
+            if func in _ALIASES or (name_of(func) == "__getitem__" and args[1] is ...):
+                return first.alias()
             if HANDLERS.get(func) is reshape:
                 _refuse_view(func)
         return super().__torch_function__(func, types, args, kwargs)
@@ -144,7 +177,10 @@ class AwayGradient(GradShard):
             gradient.source.settle()
         if func is _UNSCALE:
             return _unscale(*args)
-        makes_view = func not in _COPIED and any(r.alias_info for r in func._schema.returns)
+        by_us = not torch._C._is_torch_function_enabled()  # for reading
+        if func in _ATEN_ALIASES and not by_us and found[0].rests_as_computed:
+            return found[0].alias()
+        makes_view = func not in _ATEN_ALIASES and any(r.alias_info for r in func._schema.returns)
         changes = func._schema.is_mutable
         if makes_view and not changes and any(g.rests_as_computed for g in found):
             _refuse_view(func)
@@ -154,8 +190,8 @@ class AwayGradient(GradShard):
             return values[id(value)] if isinstance(value, AwayGradient) else value
 
         out = func(*tree_map(at_rest, args), **tree_map(at_rest, kwargs))
-        for gradient in _written(func, args, kwargs) if changes else ():
-            gradient.source.write(gradient.parameter, gradient.values_at_rest, values[id(gradient)])
+        if changes:
+            _write([(gradient, values[id(gradient)]) for gradient in _written(func, args, kwargs)])
         return args[0] if changes and args and isinstance(out, torch.Tensor) else out
 
 
@@ -177,9 +213,24 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     _UNSCALE(values, found, inv_scale.to(values[0].device))
     if found is not found_inf:
         found_inf.copy_(found)
-    for gradient, value in zip(gradients, values, strict=True):
-        if isinstance(gradient, AwayGradient):
-            gradient.source.write(gradient.parameter, gradient.values_at_rest, value)
+    pairs = zip(gradients, values, strict=True)
+    _write([(gradient, value) for gradient, value in pairs if isinstance(gradient, AwayGradient)])
+
+
+def _write(written: list[tuple[AwayGradient, torch.Tensor]]) -> None:
+    """All of them, or none."""
+    for gradient, value in written:
+        gradient.source.require_room(gradient.parameter, gradient.values_at_rest, value)
+    for gradient, value in written:
+        gradient.source.write(gradient.parameter, gradient.values_at_rest, value)
+
+
+def _kept(factor: torch.Tensor) -> torch.Tensor:
+    """Its value now, until it is multiplied in. One object for all gradients that it is given to in turn."""
+    last = AwayGradient._factor
+    if last is None or last[0]() is not factor or last[1] != factor._version:
+        last = AwayGradient._factor = weakref.ref(factor), factor._version, factor.detach().clone()
+    return last[2]
 
 
 def _refuse_view(func: Any) -> Any:

@@ -161,9 +161,8 @@ class LaneGradients:
             values.mul_(factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
         return values
 
-    def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
-        self._norms = None
-        if values is place:
+    def require_room(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
+        if values.dtype == place.dtype:
             return
         narrow = values.to(place.dtype)
         if not torch.allclose(narrow.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
@@ -174,8 +173,12 @@ class LaneGradients:
                 "Leave out fs.Offload(one_backward=True) to write into gradients; clipping and scaling by a "
                 "number work with it.",
             )
-        place.copy_(narrow)
-        self._factors.pop(index, None)
+
+    def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
+        self._norms = None
+        if values is not place:
+            place.copy_(values)
+            self._factors.pop(index, None)
 
     def _apply_factors(self) -> None:
         if not self._factors or self.as_computed:

@@ -32,6 +32,7 @@ from fullshard.errors import GradientError, StateError
 from fullshard.plan.layout import shard_shape
 
 plainly = torch._C.DisableTorchFunctionSubclass
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 HANDLERS: dict[Any, Callable[..., Any]] = {}  # functions that are finished across ranks; `norms` fills it
 
 
@@ -134,6 +135,9 @@ class GradShard(torch.Tensor):
                 gradient.holder.await_update()
         if Holder.any_postponed:
             _refuse_postponed(func, args, kwargs)
+        if func == _SET_DATA:  # other memory would be nobody's gradient: the values are taken
+            args[0].copy_(args[1])
+            return None
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)

@@ -21,6 +21,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.norms import sum_over_ranks
 from fullshard.engine.reduce_buffers import Penalised
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.split_masters import restored
 from fullshard.errors import AtRestError, NotSupported, StateError
 
 Term = Callable[[str, Any], Any]
@@ -53,7 +54,7 @@ def penalty(runtime: Runtime, module: nn.Module, term: Term) -> torch.Tensor:
                 totals.add_plain(name, term(name, parameter))
                 continue
             lane, index = places[id(parameter)]
-            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+            leaf = restored(parameter.detach()).requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
                 leaves.append((lane, index, leaf))
             totals.add(name, term(name, leaf if lane.replicated else _shard(lane, index, leaf)))

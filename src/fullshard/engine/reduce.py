@@ -546,6 +546,13 @@ class Reduction:
 
     def finish(self) -> None:
         """Set `p.grad`, or postpone it to the last micro-batch."""
+        try:
+            self._finish()
+        except BaseException:
+            self._forget_penalties()  # they would join the gradients of a later backward
+            raise
+
+    def _finish(self) -> None:
         self._drain()
         self._take_penalties()
         if self._fixed:
@@ -603,12 +610,22 @@ class Reduction:
     def finish_penalties(self) -> None:
         """The backward of a penalty alone is over."""
         self._share = shares.current(self._comm.all_ranks)
-        self._take_penalties()
-        waiting = [r for r in self._penalised if r.lane.gradients and r.lane.gradients.holder.postponed]
-        for reduction in self._penalised:
-            if reduction not in waiting:
-                reduction.assign_penalties()
+        try:
+            self._take_penalties()
+            waiting = [r for r in self._penalised if r.lane.gradients and r.lane.gradients.holder.postponed]
+            for reduction in self._penalised:
+                if reduction not in waiting:
+                    reduction.assign_penalties()
+        except BaseException:
+            self._forget_penalties()
+            raise
         self._penalised = waiting
+
+    def _forget_penalties(self) -> None:
+        self.penalties.clear()
+        for reduction in self._penalised:
+            reduction.penalties.clear()
+        self._penalised.clear()
 
     def _take_penalties(self) -> None:
         """What this backward brought, each times the mean of its factor over ranks: a collective."""
@@ -743,6 +760,7 @@ class Reduction:
                     reduction.send_buffer.close()
                 for parameter in reduction.lane.compute_parameters:
                     parameter.grad = None
+        self._forget_penalties()
         self.postponed = False
 
 

@@ -38,6 +38,7 @@ _LIKE = {
     *("ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
 }
 _data: Any = torch.Tensor.data  # torch's own descriptor
+_CLASS = object.__dict__["__class__"]  # what `__class__` is everywhere else
 _VALUES, _VIEW = "split_values", "_fullshard_view"
 
 
@@ -315,11 +316,13 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
     torch._C._swap_tensor_impl(parameter, spare)
     torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))  # nothing was written
     if isinstance(parameter, SplitParameter):
-        parameter.__class__, spare.__class__ = nn.Parameter, SplitParameter  # type: ignore[assignment]
-        setattr(spare, _VALUES, parameter.__dict__.pop(_VALUES))
+        _CLASS.__set__(parameter, plain_kind(type(parameter)))
+        _CLASS.__set__(spare, SplitParameter)
+        spare.__dict__[_VALUES] = parameter.__dict__.pop(_VALUES)
         del parameter.__dict__[_VIEW]
     else:
-        parameter.__class__, spare.__class__ = SplitParameter, nn.Parameter
+        _CLASS.__set__(parameter, split_kind(type(parameter)))
+        _CLASS.__set__(spare, nn.Parameter)
         parameter.__dict__[_VALUES] = spare.__dict__.pop(_VALUES)
         parameter.__dict__[_VIEW] = view
     view.__dict__["spare"] = spare
@@ -328,6 +331,22 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
         parameter._backward_hooks = parameter._backward_hooks
     if hooks is not None:
         parameter._post_accumulate_grad_hooks = hooks
+
+
+_split_kinds: dict[type, type] = {nn.Parameter: SplitParameter}
+
+
+def split_kind(kind: type) -> type:
+    """The class of a parameter at rest, by its class where it shows plain values."""
+    if kind not in _split_kinds:
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__slots__": ()}
+        _split_kinds[kind] = type(kind.__name__, (SplitParameter, kind), body)
+    return _split_kinds[kind]
+
+
+def plain_kind(kind: type) -> type:
+    """The inverse."""
+    return next(plain for plain, split in _split_kinds.items() if split is kind)
 
 
 def _like(cls: type, halves: Halves, view: torch.Tensor) -> Any:
