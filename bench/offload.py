@@ -77,6 +77,7 @@ ROWS = {
         Row("13b", "llama-13b", None, 16384, checkpoint=True),
     )
 }
+ACTIVATIONS = "activations"  # with this, inputs of blocks wait in host memory, too
 ENGINES: dict[str, Any] = {
     "compute": None,
     "host": "host",
@@ -85,14 +86,22 @@ ENGINES: dict[str, Any] = {
     "moments": {"kinds": ("state",)},
     "host, overlap": {"overlap": True},
     "optimizer, overlap": {"kinds": ("master", "state"), "overlap": True},
+    "optimizer, overlap, large chunks": {"kinds": ("master", "state"), "overlap": True, "chunk": 2**25},
     "host, one backward, overlap": {"one_backward": True, "overlap": True},
     "moments, overlap": {"kinds": ("state",), "overlap": True},
+    "5 GiB, overlap": {"device": "5GiB", "overlap": True},
     "5 GiB, one backward": {"device": "5GiB", "one_backward": True},
     "5 GiB, one backward, overlap": {"device": "5GiB", "one_backward": True, "overlap": True},
     "40 GiB": {"device": "40GiB"},
     "40 GiB, overlap": {"device": "40GiB", "overlap": True},
     "108 GiB, overlap": {"device": "108GiB", "overlap": True},
     "122 GiB, one backward, overlap": {"device": "122GiB", "one_backward": True, "overlap": True},
+    "127 GiB, one backward, overlap, activations": {
+        "device": "127GiB",
+        "one_backward": True,
+        "overlap": True,
+        ACTIVATIONS: True,
+    },
     "disk": {"host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "40 GiB, disk": {"device": "40GiB", "host": "60GiB", "disk": "/tmp/fullshard-bench"},
     "FSDP2": None,
@@ -166,6 +175,7 @@ def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
             model = deepspeed(model, ENGINES[engine])
     else:
         given = ENGINES[engine]
+        inputs_too = isinstance(given, dict) and given.pop(ACTIVATIONS, False)
         offload = fs.Offload(**given) if isinstance(given, dict) else given
         fs.shard(
             model,
@@ -173,7 +183,7 @@ def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
             materialize=what.initialize,
             device="cuda",
             offload=offload,
-            checkpoint_activations=row.checkpoint,
+            checkpoint_activations="offload" if inputs_too else row.checkpoint,
         )
     return model, what, what.batch(device)
 

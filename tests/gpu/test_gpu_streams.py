@@ -104,7 +104,7 @@ def _watched(said: dict[str, Any], waits: bool, nodes: int) -> str:
             torch.cuda.synchronize()
             assert cluster.wire.traffic.messages > 20
     except sanitizer.CUDASanitizerErrors as error:
-        return str(error)
+        return "\n".join(map(str, error.errors))
     return "clean"
 
 
