@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fullshard.engine.remainders import bitmap_bytes
 from fullshard.engine.split_masters import Halves, SplitParameter, SplitValues, address, show
@@ -129,6 +130,16 @@ def test_a_parameter_stays_the_same_object_and_shows_plain_values_when_it_is_giv
     parameter.requires_grad_(False)
     show(parameter, torch.zeros(1))
     assert not parameter.requires_grad
+
+
+def test_what_a_parameter_has_shown_is_not_kept() -> None:
+    view = pair()[0][8:200].view(24, 8)
+    parameter = nn.Parameter(torch.zeros(24, 8))
+    for _ in range(2):
+        before = StorageWeakRef(parameter.untyped_storage())
+        show(parameter, view)
+        assert before.expired()
+        show(parameter, torch.zeros(24, 8))
 
 
 class Named(nn.Parameter):

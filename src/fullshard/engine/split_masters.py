@@ -325,6 +325,7 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
         _CLASS.__set__(spare, nn.Parameter)
         parameter.__dict__[_VALUES] = spare.__dict__.pop(_VALUES)
         parameter.__dict__[_VIEW] = view
+        _data.__set__(spare, torch.empty(0))  # it would keep the memory of what the parameter has shown
     view.__dict__["spare"] = spare
     # Hooks are kept by the object, but autograd has them registered for the other contents.
     if parameter._backward_hooks is not None:
