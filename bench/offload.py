@@ -77,9 +77,8 @@ ROWS = {
         Row("13b", "llama-13b", None, 16384, checkpoint=True),
     )
 }
-WARM_UP = (
-    4  # steps; in the third, fullshard gives back memory that only the first ones needed, and waits for that
-)
+# Steps before those that are timed. In the third, fullshard gives back memory that only the first ones needed.
+WARM_UP = 4
 ACTIVATIONS = "activations"  # with this, inputs of blocks wait in host memory, too
 ENGINES: dict[str, Any] = {
     "compute": None,

@@ -104,9 +104,8 @@ class LaneDtypes:
     across: torch.dtype | None = None  # None: as inside a node, or there are no nodes
     gather_across: torch.dtype | None = None
     state: torch.dtype | None = None  # of what optimizers keep: None as they make it
-    as_computed: bool = (
-        False  # one rank's gradients of one backward: no sum, so they rest as they were packed
-    )
+    # One rank's gradients of one backward: no sum, so they rest as they were packed.
+    as_computed: bool = False
     split: bool = False  # on the host, masters may rest as their compute values and what restores them
 
     @property
