@@ -77,7 +77,7 @@ ROWS = {
         Row("13b", "llama-13b", None, 16384, checkpoint=True),
     )
 }
-# Steps before those that are timed. In the third, fullshard gives back memory that only the first ones needed.
+# Steps before those that are timed. In the third, fullshard gives back what only the first ones needed.
 WARM_UP = 4
 ACTIVATIONS = "activations"  # with this, inputs of blocks wait in host memory, too
 ENGINES: dict[str, Any] = {
@@ -91,12 +91,13 @@ ENGINES: dict[str, Any] = {
     "optimizer, overlap, large chunks": {"kinds": ("master", "state"), "overlap": True, "chunk": 2**25},
     "host, one backward, overlap": {"one_backward": True, "overlap": True},
     "moments, overlap": {"kinds": ("state",), "overlap": True},
-    "5 GiB, overlap": {"device": "5GiB", "overlap": True},
-    "5 GiB, one backward": {"device": "5GiB", "one_backward": True},
-    "5 GiB, one backward, overlap": {"device": "5GiB", "one_backward": True, "overlap": True},
+    "3 GiB, overlap": {"device": "3GiB", "overlap": True},
+    "3 GiB, one backward": {"device": "3GiB", "one_backward": True},
+    "3 GiB, one backward, overlap": {"device": "3GiB", "one_backward": True, "overlap": True},
     "40 GiB": {"device": "40GiB"},
     "40 GiB, overlap": {"device": "40GiB", "overlap": True},
     "108 GiB, overlap": {"device": "108GiB", "overlap": True},
+    "114 GiB, one backward, overlap": {"device": "114GiB", "one_backward": True, "overlap": True},
     "122 GiB, one backward, overlap": {"device": "122GiB", "one_backward": True, "overlap": True},
     "127 GiB, one backward, overlap, activations": {
         "device": "127GiB",
