@@ -259,6 +259,24 @@ def test_a_second_backward_into_the_same_gradients_is_an_error_and_training_goes
     ranks.run(_second_backward, 1)
 
 
+def _kept_graph() -> None:
+    """Two backwards of one forward, each with gradients of its own."""
+    found = []
+    for offload in (None, fs.Offload(one_backward=True)):
+        model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
+        loss = engines.loss_of(model, engines.batch(0, 0))
+        loss.backward(retain_graph=True)
+        first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        loss.backward()
+        found.append([*first, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_second_backward_of_a_kept_graph_has_gradients_of_its_own_after_zero_grad() -> None:
+    ranks.run(_kept_graph, 1)
+
+
 def _refused() -> None:
     compute = {"compute": torch.bfloat16}
     cases: dict[str, dict[str, Any]] = {

@@ -65,7 +65,7 @@ from fullshard.engine.tensor_parallel import local_gradients
 from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire, Wire
-from fullshard.errors import GradientError, NotSupported, RankMismatch, StateError, unit_label
+from fullshard.errors import FullshardError, GradientError, NotSupported, RankMismatch, StateError, unit_label
 from fullshard.options import Options
 from fullshard.plan.schedule import across_limit, host_limit, in_flight_limit
 from fullshard.precision import BLOCK
@@ -225,8 +225,16 @@ class Reduction:
             if self._options.check_gradients:
                 self._not_finite += _not_finite(reduction.lane, gradients)
             from_accumulation = reduction.has_accumulated
+            if (
+                reduction.lane.dtypes.as_computed
+                and not from_accumulation
+                and all(g is None for g in gradients)
+            ):
+                continue  # nobody waits for it, and gradients that come later are still the only ones
             try:
                 buffer = self._pack(reduction, gradients)
+            except FullshardError:  # of a reduce that was drained
+                raise
             except (RuntimeError, NotImplementedError) as error:
                 raise unpackable(reduction.lane, gradients, error) from error
             if buffer is not None:
