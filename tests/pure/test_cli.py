@@ -277,3 +277,28 @@ def test_completion_has_the_options_of_torchrun() -> None:
 
     there = {name for name in _parser()._option_string_actions if name.startswith("--") and "_" not in name}
     assert set(LAUNCH.names()) == there - {"--help"}
+
+
+def failed(exit_code: int, timestamp: int, wrote: str | None = None) -> Any:
+    """As torch's agent reports a rank; `wrote`: into its error file."""
+    message = {"message": wrote} if wrote is not None else f"Signal {-exit_code}"
+    return types.SimpleNamespace(exitcode=exit_code, timestamp=timestamp, message=message)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ({0: failed(-15, 5, "Stalled: rank 1: process has exited"), 1: failed(-9, 6)}, 1),
+        ({0: failed(1, 5, "Stalled: rank 1: process has exited"), 1: failed(-9, 6)}, 1),
+        ({0: failed(-15, 5, "Stalled: rank 1: process has exited"), 1: failed(-15, 6)}, 1),
+        ({0: failed(-15, 4), 1: failed(1, 5, "ValueError: a batch"), 2: failed(-9, 9)}, 1),
+        ({0: failed(1, 7, "ValueError: late"), 1: failed(1, 5, "ValueError: early")}, 1),
+        ({0: failed(1, 7, "Stalled: rank 3"), 1: failed(1, 5, "Stalled: rank 3")}, 1),
+        ({1: failed(-15, 5), 0: failed(-15, 6)}, 1),
+    ],
+    ids=["killed", "killed, seen", "terminated", "raised", "the earlier", "all stalled", "all terminated"],
+)
+def test_launch_names_the_rank_whose_failure_the_others_follow(failures: dict[int, Any], first: int) -> None:
+    from fullshard.tools.cli.launch import first_to_fail
+
+    assert first_to_fail(failures) == first

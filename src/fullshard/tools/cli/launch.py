@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -330,11 +330,12 @@ def start(launching: Launching) -> int:
         with _records_removed(), _log_folder(arguments), signals.listening():
             torchrun.run(arguments)  # type: ignore[no-untyped-call, unused-ignore]
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank = first_to_fail(error.failures)
+        failure = error.failures[rank]
         code = failure.exitcode
         name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        recorded: Any = failure.message  # a dict where the rank wrote one, despite its annotation
-        about = f": {recorded.get('message', '')}" if isinstance(recorded, dict) else ""
+        text = _recorded(failure)
+        about = "" if text is None else f": {text}"
         print(f"fullshard: rank {rank} was the first to fail, with {name}{about}", file=sys.stderr)
         return 128 - code if code < 0 else code or 1
     except SignalException as error:
@@ -343,6 +344,27 @@ def start(launching: Launching) -> int:
     except (ValueError, AssertionError) as error:  # an option's value, which torchrun checks only now
         raise OptionError(str(error), "See torchrun --help.") from error
     return 0
+
+
+def first_to_fail(failures: Mapping[int, Any]) -> int:
+    """The rank whose failure the others follow.
+
+    torch compares times, and a rank that was killed has none but that of its discovery: others may have found
+    out before, that they wait for it in vain. The agent ends what is left with SIGTERM.
+    """
+    causes = dict(failures)
+    for follows in (
+        lambda failure: (_recorded(failure) or "").startswith("Stalled"),
+        lambda failure: failure.exitcode == -signal.SIGTERM,
+    ):
+        causes = {rank: failure for rank, failure in causes.items() if not follows(failure)} or causes
+    return min(causes, key=lambda rank: causes[rank].timestamp)
+
+
+def _recorded(failure: Any) -> str | None:
+    """What the rank has written about it."""
+    message: Any = failure.message  # a dict where there is such a file, despite its annotation
+    return str(message.get("message", "")) if isinstance(message, dict) else None
 
 
 LAUNCH = Command(
