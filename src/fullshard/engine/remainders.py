@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +50,8 @@ def _split(masters: Tensor, compute: Tensor, low: Tensor, ties: Tensor) -> None:
     difference = masters.view(torch.int32) - _moved_up(compute)
     low.copy_(difference)
     upper = difference == _TIE
-    if not upper.is_cuda and not upper.any():  # of most blocks
-        ties.zero_()
+    if not upper.is_cuda:
+        ties.copy_(torch.from_numpy(np.packbits(upper.numpy(), bitorder="little")))
         return
     bits = torch.zeros(len(ties) * PER_BYTE, dtype=torch.uint8, device=upper.device)
     bits[: len(upper)] = upper
