@@ -23,6 +23,7 @@ from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
 from fullshard.engine.unit import LiveUnit
+from fullshard.engine.writes import get_data
 from fullshard.errors import FullshardError, ModelError, OffloadError, RankMismatch
 from fullshard.options import Options
 from fullshard.plan import tensor_parallel
@@ -241,7 +242,7 @@ def _show_sharded(lanes: list[Lane], undo: list[Callable[[], None]], materialize
 
                 undo.append(partial(restore_dtensor, parameter, make_plain(parameter)))
             else:
-                undo.append(partial(setattr, parameter, "data", parameter.data))
+                undo.append(partial(setattr, parameter, "data", get_data(parameter)))
         lane.show_sharded()
 
 

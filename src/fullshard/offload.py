@@ -54,7 +54,8 @@ class Offload:
     split_masters: fp32 masters of bf16 values rest on the host as 17 bits per element, which restore them
         from the bf16 shards that gathers send: with Adam a step moves about 10 bytes per parameter each way,
         not 12, and 2 bytes less rest there. The bits are the same. A parameter at rest is then a tensor
-        without memory of its own: reading it takes longer, and its `numpy()` is a copy.
+        without memory of its own: reading it takes longer, its `numpy()` is a copy, and what needs its
+        memory is an error.
     """
 
     device: int | str = 0
@@ -65,7 +66,7 @@ class Offload:
     step: str = "device"
     overlap: bool = False
     one_backward: bool = False
-    split_masters: bool = True
+    split_masters: bool = False
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):

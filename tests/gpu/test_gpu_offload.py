@@ -60,8 +60,9 @@ def homes(folder: Path) -> dict[str, Any]:
         "disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000),
         "overlap": fs.Offload(overlap=True, chunk=30_000),
         "overlap, optimizer": fs.Offload(kinds=("master", "state"), overlap=True),
-        "plain masters": fs.Offload(split_masters=False),
-        "overlap, plain masters": fs.Offload(split_masters=False, chunk=30_000, overlap=True),
+        "split masters": fs.Offload(split_masters=True),
+        "split masters, optimizer": fs.Offload(kinds=("master", "state"), split_masters=True),
+        "overlap, split masters": fs.Offload(split_masters=True, chunk=30_000, overlap=True),
         "overlap, some on the device": fs.Offload(device=2**21, chunk=30_000, overlap=True),
         "overlap, disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000, overlap=True),
     }
@@ -108,7 +109,7 @@ def _compare(rank_options: dict[str, Any], folder: Path, few: bool) -> None:
         options = {"precision": precision, "rank": rank} | rank_options
         expected = trained(**options)
         for name, offload in homes(folder).items():
-            if not (few and name in ("gradients alone", "small chunks", "plain masters")):
+            if not (few and name in ("gradients alone", "small chunks", "split masters")):
                 same(trained(offload=offload, **options), expected, f"{options}, {name}")
         gc.collect()
 
@@ -217,7 +218,7 @@ def test_a_gradient_scaler_skips_the_same_steps() -> None:
     ranks.run(_scaled, 1)
 
 
-def _watched(offload: str, overlap: bool) -> str:
+def _watched(offload: str, overlap: bool, split: bool) -> str:
     import torch.cuda._sanitizer as sanitizer
 
     import fullshard as fs
@@ -225,7 +226,7 @@ def _watched(offload: str, overlap: bool) -> str:
     sanitizer.enable_cuda_sanitizer()
     try:
         kinds = ("master", "state") if offload == "optimizer" else fs.Offload().kinds
-        homes = fs.Offload(kinds=kinds, overlap=overlap, chunk=30_000)
+        homes = fs.Offload(kinds=kinds, overlap=overlap, chunk=30_000, split_masters=split)
         model = fs.shard(net(), precision="bf16", offload=homes, **BLOCKS)
         optimizer = OPTIMIZERS["foreach"](model.parameters())
         for _ in range(3):
@@ -239,10 +240,11 @@ def _watched(offload: str, overlap: bool) -> str:
     return "clean"
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("offload", ["host", "optimizer"])
-def test_copies_do_not_race_with_computing(offload: str, overlap: bool) -> None:
-    assert ranks.run(_watched, 1, offload, overlap) == ["clean"]
+def test_copies_do_not_race_with_computing(offload: str, overlap: bool, split: bool) -> None:
+    assert ranks.run(_watched, 1, offload, overlap, split) == ["clean"]
 
 
 def _overlapped(how: str) -> None:
@@ -337,9 +339,9 @@ def _read_and_written() -> None:
     """Split masters with their bf16 values on the device, or on the host."""
     import fullshard as fs
 
-    for offload in ("host", "optimizer", fs.Offload(overlap=True)):
+    for given in ({}, {"kinds": ("master", "state")}, {"overlap": True}):
         results = []
-        for chosen in (None, offload):
+        for chosen in (None, fs.Offload(split_masters=True, **given)):
             model = fs.shard(net(), precision="bf16", offload=chosen, **BLOCKS)
             optimizer = OPTIMIZERS["fused"](model.parameters())
             for step in range(3):
@@ -353,7 +355,7 @@ def _read_and_written() -> None:
                         p.clamp_(-0.5, 0.5)
             norms = [p.detach().cpu().double().norm() for p in model.parameters()]
             results.append([*norms, *(p.detach().clone().cpu() for p in model.parameters())])
-        same(*results, str(offload))
+        same(*results, str(given))
 
 
 def test_split_masters_are_read_and_written_between_steps() -> None:

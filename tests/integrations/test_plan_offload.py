@@ -36,14 +36,20 @@ def test_the_command_plans_the_homes_that_fs_plan_has() -> None:
                 assert num_bytes == pytest.approx(planned, rel=0.001), (how, place, kind)
 
 
-def test_values_take_16_bytes_per_parameter_and_an_eighth_and_slabs_a_chunk_of_them() -> None:
-    _, found = asked(*SMALL, "--offload", "host")
+@pytest.mark.parametrize(
+    ("forms", "each", "in_slabs"),
+    [((), 18, 18), (("--split-masters",), 16.125, 20.125)],  # and where masters are joined
+    ids=["plain", "split"],
+)
+def test_values_take_18_bytes_per_parameter_and_slabs_a_chunk_of_them(
+    forms: tuple[str, ...], each: float, in_slabs: float
+) -> None:
+    _, found = asked(*SMALL, "--offload", "host", *forms)
     one, count = found["strategies"]["zero3"], found["parameters"]
-    assert one["host_bytes"] == pytest.approx(16.125 * count, rel=0.001)
+    assert one["host_bytes"] == pytest.approx(each * count, rel=0.001)
     assert one["rest_bytes"] == 0
-    _, alone = asked(*SMALL, "--offload", "host", "--ranks", "1")
-    each = 16.125 + 4  # where masters are joined
-    assert alone["strategies"]["zero3"]["slab_bytes"] == slab_sets(SMALLEST_CHUNK) * each * SMALLEST_CHUNK
+    _, alone = asked(*SMALL, "--offload", "host", "--ranks", "1", *forms)
+    assert alone["strategies"]["zero3"]["slab_bytes"] == slab_sets(SMALLEST_CHUNK) * in_slabs * SMALLEST_CHUNK
     parts = ("rest_bytes", "slab_bytes", "full_bytes", "sending_bytes", "activation_bytes")
     assert one["peak_bytes"] == sum(one[part] for part in parts)
 
@@ -54,19 +60,26 @@ def test_a_step_moves_every_value_at_the_rate_of_its_link() -> None:
     moved, each = one["moved_bytes_per_step"], PARAMETERS / 2
     assert moved["pass_down"] == pytest.approx(4 * each, rel=0.001)
     assert 2 * each * 0.999 < moved["pass_up"] < 4 * each * 1.001  # some units are gathered once
-    assert moved["step_up"] == pytest.approx(16.125 * each, rel=0.001)
-    assert moved["step_down"] == pytest.approx(12.125 * each, rel=0.001)
-    assert one["step_transfer_s"] == pytest.approx(each * (12.125 * 5.5 / 5 + 4) / 10e9, rel=0.001)
+    assert moved["step_up"] == pytest.approx(16 * each, rel=0.001)
+    assert moved["step_down"] == pytest.approx(14 * each, rel=0.001)
+    assert one["step_transfer_s"] == pytest.approx(each * (14 * 5.5 / 5 + 2) / 10e9, rel=0.001)
     _, faster = asked(*SMALL, "--offload", "host", "--host-link", "20GB/s")
     assert faster["strategies"]["zero3"]["step_transfer_s"] == pytest.approx(one["step_transfer_s"] / 2)
     _, optimizer = asked(*SMALL, "--offload", "optimizer")
     moved = optimizer["strategies"]["zero3"]["moved_bytes_per_step"]
     assert moved["pass_up"] == moved["pass_down"] == 0
-    assert moved["step_up"] == pytest.approx(10.125 * each, rel=0.001)
-    assert moved["step_down"] == pytest.approx(10.125 * each, rel=0.001)
+    assert moved["step_up"] == pytest.approx(12 * each, rel=0.001)
+    assert moved["step_down"] == pytest.approx(12 * each, rel=0.001)
+    _, split = asked(*SMALL, "--offload", "host", "--split-masters")
+    moved = split["strategies"]["zero3"]["moved_bytes_per_step"]
+    assert moved["step_up"] == pytest.approx(16.125 * each, rel=0.001)
+    assert moved["step_down"] == pytest.approx(12.125 * each, rel=0.001)
+    _, split = asked(*SMALL, "--offload", "optimizer", "--split-masters")
+    moved = split["strategies"]["zero3"]["moved_bytes_per_step"]
+    assert moved["step_up"] == moved["step_down"] == pytest.approx(10.125 * each, rel=0.001)
     _, plain = asked(*SMALL, "--offload", "host", "--optimizer", "sgd")
     moved = plain["strategies"]["zero3"]["moved_bytes_per_step"]
-    assert moved["step_up"] == pytest.approx(8.125 * each, rel=0.001)
+    assert moved["step_up"] == pytest.approx(8 * each, rel=0.001)
 
 
 def test_the_smallest_memory_of_a_host_that_is_named_is_enough_and_less_is_not() -> None:

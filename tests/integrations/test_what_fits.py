@@ -57,20 +57,19 @@ def test_the_page_has_the_numbers_of_the_engine() -> None:
     text = " ".join((documents.ROOT / "docs" / "offload.md").read_text().split())
     chunk, large, largest = (size // 2**20 for size in (SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK))
     sets = slab_sets(SMALLEST_CHUNK)
-    each = 16 + 1 / 8 + 4  # and where masters are restored
-    slabs = int(each * sets * chunk)
+    slabs = 18 * sets * chunk
     assert f"{sets} sets of a chunk of each kind" in text
-    assert f"{sets} · {chunk} Mi · 20 1/8 bytes = {slabs} MiB" in text
+    assert f"{sets} · {chunk} Mi · 18 bytes = {slabs} MiB" in text
     assert f"or {slab_sets(LARGEST_CHUNK)} of larger chunks" in text
     assert f"from {chunk} Mi to {large} Mi, or to {largest} Mi with `overlap=True`" in text
     assert f"a rank has at most {CHUNKS} chunks" in text
     of_8b = chunk_of(Offload(overlap=True), 8_030_000_000)
     assert f"an 8B on one rank {of_8b // 2**20} Mi elements" in text
-    assert f"in {int(each * slab_sets(of_8b) * of_8b) // 2**20:,} MiB of slabs" in text
+    assert f"in {18 * slab_sets(of_8b) * of_8b // 2**20:,} MiB of slabs" in text
     assert HELD == 2
     assert "at most three gradient" in text
     assert f"{AUTO_SHARE:.0%}".replace("%", " %") + " of what is free" in text
-    seconds = Rates().link_s(16 + 1 / 8, 12 + 1 / 8) * 1e9
+    seconds = Rates().link_s(16, 14) * 1e9
     assert f"takes at least {seconds:.2f} s per billion parameters" in text
 
 

@@ -19,7 +19,7 @@ from fullshard.engine.remainders import bitmap_bytes
 from fullshard.engine.split_masters import Halves, SplitParameter, SplitValues, address, show
 from fullshard.engine.transfers import Transfers
 from fullshard.engine.writes import watch_data
-from fullshard.errors import AtRestError
+from fullshard.errors import AtRestError, StateError
 
 COUNT = 203
 
@@ -233,3 +233,109 @@ def test_what_needs_memory_is_a_copy_that_cannot_be_written_or_refused() -> None
         parameter.data.view(torch.int32)
     with pytest.raises(AtRestError, match="other memory"):
         parameter.data.resize_(3)
+
+
+# --- what cannot be right -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["t_", "unsqueeze_", "squeeze_", "transpose_", "as_strided_"])
+def test_a_change_of_shape_in_place_is_refused_and_changes_nothing(name: str) -> None:
+    split, plain = pair()
+    square = split[:64].view(1, 8, 8)
+    arguments = {"unsqueeze_": (0,), "transpose_": (1, 2), "as_strided_": ((4, 4), (4, 1), 0)}.get(name, ())
+    values = square[0] if name == "t_" else square
+    with pytest.raises(AtRestError, match=f"{name} of a parameter at rest.*in place"):
+        getattr(values, name)(*arguments)
+    assert torch.equal(split, plain)
+
+
+def test_what_other_code_takes_memory_from_is_refused() -> None:
+    parameter = parameter_over(pair()[0])
+    for take in (np.from_dlpack, torch.from_dlpack, lambda t: t.share_memory_(), torch._neg_view):
+        with pytest.raises(AtRestError, match=r"split_masters.*p\.detach\(\)\.clone\(\)"):
+            take(parameter.detach())
+
+
+def test_collectives_into_one_are_refused_because_what_they_write_would_be_lost(tmp_path: Any) -> None:
+    parameter = parameter_over(pair()[0])
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        for collective in (torch.distributed.all_reduce, lambda t: torch.distributed.broadcast(t, 0)):
+            with pytest.raises(AtRestError, match="written by other ranks"):
+                collective(parameter.data)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_operator_that_does_not_declare_what_it_writes_writes_all_the_same() -> None:
+    def negate(x: Tensor) -> None:
+        x.neg_()
+
+    library = torch.library.Library("fullshard_test", "FRAGMENT")
+    library.define("negate(Tensor x) -> ()")
+    library.impl("negate", negate, "CompositeExplicitAutograd")
+    split, plain = pair()
+    torch.ops.fullshard_test.negate(split[8:20])
+    plain[8:20].neg_()
+    assert torch.equal(split, plain)
+
+
+def test_a_weak_reference_of_torch_is_an_error_with_a_remedy() -> None:
+    view = pair()[0][8:200].view(24, 8)
+    parameter = nn.Parameter(torch.zeros(24, 8))
+    show(parameter, view)
+    weak = torch._C._WeakTensorRef(parameter)
+    with pytest.raises(StateError, match="record_shapes=False"):
+        show(parameter, torch.zeros(3))
+    assert torch.equal(parameter, view)
+    del weak
+    show(parameter, torch.zeros(3))
+
+
+def test_inference_mode_reads_and_writes_and_training_goes_on() -> None:
+    watch_data()
+    split, plain = pair()
+    parameter = parameter_over(split)
+    with torch.inference_mode():
+        seen = [parameter.detach(), parameter[0], parameter.view(-1), parameter.data]
+        parameter.data.mul_(2)
+        plain[8:200] *= 2
+        assert torch.equal(seen[0], plain[8:200].view(24, 8))
+    assert torch.equal(split, plain)
+    assert parameter.data._version == 0
+    parameter.square().sum().backward()
+    assert torch.equal(parameter.grad, 2 * parameter.detach())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    split, plain = pair()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for t in (split, plain):
+            t[3:16].copy_(plain[40:53] / 3)
+            t[16:24].fill_(1 / 3)
+        view = split[8:200].view(24, 8)
+        parameter = nn.Parameter(torch.zeros(24, 8, dtype=torch.float32))
+        show(parameter, view)
+        show(parameter, torch.zeros(2, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(split, plain)
+
+
+def test_a_parameter_given_to_itself_stays_as_it_is() -> None:
+    split, plain = pair()
+    parameter = parameter_over(split)
+    parameter.data = parameter
+    assert torch.equal(parameter, plain[8:200].view(24, 8))
+
+
+def test_elements_between_those_of_a_view_that_overlaps_itself_stay() -> None:
+    split, plain = pair()
+    for t in (split, plain):
+        t[:20].as_strided((3, 3), (2, 2), 1).fill_(0.25)
+    assert torch.equal(split, plain)

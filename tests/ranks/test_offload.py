@@ -30,6 +30,8 @@ HOMES: dict[str, Any] = {
     "step on the host": fs.Offload(kinds=("master", "state"), chunk=600, step="host"),
     "compute alone": fs.Offload(kinds=("compute",)),
     "overlap": fs.Offload(overlap=True, chunk=600),
+    "split masters": fs.Offload(split_masters=True, chunk=600),
+    "split masters, overlap": fs.Offload(kinds=("master", "state"), split_masters=True, overlap=True),
 }
 
 

@@ -40,7 +40,9 @@ CASES: list[tuple[str, Any]] = [
 def offloads(folder: Path, copies: int) -> list[Any]:
     host = 32_000 * copies
     disk = [fs.Offload(device, host, folder / str(device), chunk=600) for device in (0, 9_000)]
-    return [None, "host", "optimizer", "auto", *disk]
+    split = fs.Offload(split_masters=True)
+    more = fs.Offload(9_000, host, folder / "split", chunk=600, split_masters=True)
+    return [None, "host", "optimizer", "auto", split, more, *disk]
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], int]:

@@ -23,31 +23,31 @@ from fullshard.engine.split_masters import SplitParameter
 from fullshard.errors import AtRestError
 
 
-def plain(offload: Any) -> fs.Offload:
+def split(offload: Any) -> fs.Offload:
     parsed = offload_option.parse(offload)
     assert parsed is not None
-    return dataclasses.replace(parsed, split_masters=False)
+    return dataclasses.replace(parsed, split_masters=True)
 
 
 def is_split(model: nn.Module) -> list[bool]:
     return [isinstance(p, SplitParameter) for p in model.parameters()]
 
 
-def _plain_masters(folder: Path) -> None:
+def _every_home(folder: Path) -> None:
     for turn, strategy in enumerate(("zero3", "replicate", "zero1")):
         options: dict[str, Any] = {"strategy": strategy, "precision": "bf16"}
         expected = test_offload.trained(**options)
         homes = list(test_offload.offloads(folder, torch.distributed.get_world_size()).items())
         for name, offload in homes if turn == 0 else homes[turn::3]:
             try:
-                test_offload.same(test_offload.trained(offload=plain(offload), **options), expected)
+                test_offload.same(test_offload.trained(offload=split(offload), **options), expected)
             except Exception as error:
                 raise AssertionError(f"{strategy}, {name}: {error!r}") from error
         ranks.end_groups_of_models()
 
 
-def test_plain_masters_have_the_bits_of_a_run_without_offload_too(tmp_path: Path) -> None:
-    ranks.run(_plain_masters, 2, tmp_path, timeout_s=120)
+def test_in_every_home_they_have_the_bits_of_a_run_without_offload(tmp_path: Path) -> None:
+    ranks.run(_every_home, 2, tmp_path, timeout_s=120)
 
 
 def _step_on_the_host() -> None:
@@ -55,7 +55,7 @@ def _step_on_the_host() -> None:
         fs.Offload(step="host", chunk=600),
         fs.Offload(step="host", kinds=("master", "state")),
     ):
-        found = [test_offload.trained(precision="bf16", offload=o) for o in (overlapped, plain(overlapped))]
+        found = [test_offload.trained(precision="bf16", offload=o) for o in (overlapped, split(overlapped))]
         test_offload.same(*found)
 
 
@@ -67,16 +67,16 @@ def _which() -> dict[str, list[bool]]:
     """By options, which parameters are split."""
     found = {}
     for name, options in {
-        "host": {"precision": "bf16", "offload": "host"},
-        "optimizer": {"precision": "bf16", "offload": "optimizer"},
-        "moments": {"precision": "bf16", "offload": fs.Offload(kinds=("state",))},
-        "not cast": {"precision": "fp32", "offload": "host"},
-        "fp16": {"precision": "fp16", "offload": "host"},
+        "host": {"precision": "bf16", "offload": split("host")},
+        "optimizer": {"precision": "bf16", "offload": split("optimizer")},
+        "moments": {"precision": "bf16", "offload": split(fs.Offload(kinds=("state",)))},
+        "not cast": {"precision": "fp32", "offload": split("host")},
+        "fp16": {"precision": "fp16", "offload": split("host")},
         "packed": {
             "precision": fs.Precision(compute=torch.bfloat16, gather=torch.int8),
-            "offload": "host",
+            "offload": split("host"),
         },
-        "plain": {"precision": "bf16", "offload": plain("host")},
+        "not requested": {"precision": "bf16", "offload": "host"},
     }.items():
         model = engines.shard_blocks(engines.build(), **options)
         found[name] = sorted(set(is_split(model)))
@@ -86,7 +86,7 @@ def _which() -> dict[str, list[bool]]:
 
 def test_masters_of_bf16_values_on_the_host_are_split_and_no_others() -> None:
     expected = {key: [True] for key in ("host", "optimizer")}
-    expected |= {key: [False] for key in ("moments", "not cast", "fp16", "packed", "plain")}
+    expected |= {key: [False] for key in ("moments", "not cast", "fp16", "packed", "not requested")}
     assert ranks.run(_which, 2) == [expected, expected]
 
 
@@ -216,7 +216,7 @@ def _own_uses(folder: Path) -> None:
     for turn, name in enumerate(OWN):
         options = {"precision": "bf16", "strategy": ("zero3", "replicate", "zero2")[turn % 3]}
         offloads = ["host", fs.Offload(kinds=("master", "state"), chunk=300), fs.Offload(overlap=True)]
-        uses.compare(name, options, [*offloads, plain("host")], folder)
+        uses.compare(name, options, [*map(split, offloads), "host"], folder)
         ranks.end_groups_of_models()
 
 
@@ -231,7 +231,7 @@ def test_whatever_is_done_with_parameters_at_rest_leaves_the_same_bits(
 
 
 def _identity() -> None:
-    model, optimizer = uses.new({"precision": "bf16", "offload": "host"})
+    model, optimizer = uses.new({"precision": "bf16", "offload": split("host")})
     parameters = list(model.parameters())
     seen: list[type] = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend({type(p) for p in parameters}))
@@ -268,7 +268,7 @@ def test_parameters_are_the_same_objects_with_memory_wherever_code_needs_it() ->
 
 
 def _bytes() -> tuple[int, int, int]:
-    model, _ = uses.new({"precision": "bf16", "offload": "host"})
+    model, _ = uses.new({"precision": "bf16", "offload": split("host")})
     resting = fs.plan(model).resting
     assert resting is not None
     lanes = runtime_of(model).lanes

@@ -17,7 +17,7 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 
-OFFLOADS = ("host", "optimizer", fs.Offload(chunk=300))
+OFFLOADS = ("host", "optimizer", fs.Offload(chunk=300), fs.Offload(split_masters=True))
 Run = Callable[[dict[str, Any], Path], Any]
 DEVICE = "cpu"  # tests/gpu sets another one
 
@@ -333,11 +333,13 @@ def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_an
 def _saved(folder: Path) -> list[dict[str, Tensor]]:
     """Each run saves, and goes on from what the other has saved."""
     found = []
-    for name, offload in (("plain", None), ("offloaded", "host")):
+    split = fs.Offload(split_masters=True)
+    for name, offload in (("plain", None), ("offloaded", "host"), ("split", split)):
         model, optimizer = new({"precision": "bf16", "offload": offload})
         steps(model, optimizer, 0, 1)
         fs.save(folder / name, model, optimizer)
-    for name, offload in (("plain", "host"), ("offloaded", None), ("offloaded", "optimizer")):
+    others = (("plain", split), ("split", None), ("split", "host"), ("offloaded", split))
+    for name, offload in (("plain", "host"), ("offloaded", None), ("offloaded", "optimizer"), *others):
         model, optimizer = new({"precision": "bf16", "offload": offload})
         fs.load(folder / name, model, optimizer)
         steps(model, optimizer, 2)

@@ -741,14 +741,17 @@ class Runtime:
         if self.initialising is not None:
             self.initialising()
         fresh = [unit for unit in units if not unit.is_unsharded]
-        for unit in fresh:
-            unit.is_unsharded = True  # first: a parameter without values yet must not open its unit once more
-            try:
+        try:
+            for unit in fresh:
+                unit.is_unsharded = True  # first: a parameter without values yet must not open it once more
                 for lane in unit.lanes:
                     lane.unshard()
-            except BaseException:
+        except BaseException:
+            for unit in fresh:
                 unit.is_unsharded = False
-                raise
+                for lane in unit.lanes:
+                    lane.reshard(writeback=False)
+            raise
         self.comm.check_agreement()
         try:
             yield

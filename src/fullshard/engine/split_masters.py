@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
 from fullshard.engine.transfers import Mark, Transfers
-from fullshard.errors import AtRestError
+from fullshard.errors import AtRestError, StateError
 
 _AT_ONCE = 2**26  # elements that are brought to the compute device at the same time
 _OVERWRITES = (
@@ -37,6 +37,7 @@ _LIKE = {
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like"),
     *("ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
 }
+_OTHER_MEMORY = {"set_", "resize_", "resize_as_", "set_data"}
 _data: Any = torch.Tensor.data  # torch's own descriptor
 _CLASS = object.__dict__["__class__"]  # what `__class__` is everywhere else
 _VALUES, _VIEW = "split_values", "_fullshard_view"
@@ -120,6 +121,12 @@ class SplitValues(torch.Tensor):
     def data_ptr(self) -> int:
         raise _refusal("data_ptr", "has no memory of its own")
 
+    def __dlpack__(self, **_: Any) -> Any:
+        raise _refusal("dlpack", "has no memory of its own")
+
+    def share_memory_(self) -> Any:
+        raise _refusal("share_memory_", "has no memory of its own")
+
     def is_pinned(self, device: Any = None) -> bool:
         return self.split_values.low.is_pinned()
 
@@ -158,7 +165,7 @@ class SplitValues(torch.Tensor):
         def wrapped(view: Any) -> Any:
             if not isinstance(view, torch.Tensor):
                 return view
-            if view.dtype != self.dtype:
+            if view.dtype != self.dtype or view.is_neg():
                 raise _refusal(func._schema.name, "shows its bits as another dtype")
             return _like(SplitValues, self.split_values, view)
 
@@ -171,9 +178,11 @@ class SplitValues(torch.Tensor):
         kwargs = kwargs or {}
         if _is_view(func) and isinstance(args[0], SplitValues):
             return args[0]._view(func, args, kwargs)
-        name = func._schema.name.split("::")[1]
-        if name in ("set_", "resize_", "resize_as_", "set_data"):
+        library, name = func._schema.name.split("::")
+        if name in _OTHER_MEMORY:
             raise _refusal(func._schema.name, "gives it other memory")
+        if library == "c10d":  # whatever these write is not in their schema, and may come later
+            raise _refusal(func._schema.name, "is written by other ranks")
         if name in _LIKE:
             return func(*tree_map(_unread, args), **tree_map(_unread, kwargs))
         ranges = _ranges(_split_in(args, kwargs), args[0] if func in _OVERWRITES else None)
@@ -181,10 +190,18 @@ class SplitValues(torch.Tensor):
         def plain(value: Any) -> Any:
             return ranges[id(value)].of(value) if isinstance(value, SplitValues) else value
 
+        known = None if library == "aten" else {id(r): r.copy() for r in ranges.values()}
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        if known is not None:  # an operator of a library, which need not declare what it writes
+            for each in {id(r): r for r in ranges.values()}.values():
+                each.write_changes(known[id(each)])
         if not func._schema.is_mutable:
             return out
         written = _written(func, args, kwargs)
+        if any(
+            plain(value).stride() != value.stride() or plain(value).shape != value.shape for value in written
+        ):
+            raise _refusal(func._schema.name, "changes its shape or its order in place")
         for changed in {id(ranges[id(value)]): ranges[id(value)] for value in written}.values():
             changed.write()
         own = {id(ranges[id(value)].of(value)): value for value in written}
@@ -234,9 +251,18 @@ class _Range:
 
     def _all(self) -> torch.Tensor:
         if self._flat is None:
-            count = self.stop - self.start
-            self._flat = self.halves.read(self.start, self.stop) if self.is_read else torch.empty(count)
+            if self.is_read:
+                self._flat = self.halves.read(self.start, self.stop)
+            else:
+                self._flat = torch.empty(self.stop - self.start, dtype=torch.float32)
         return self._flat
+
+    def copy(self) -> torch.Tensor:
+        return self._all().clone()
+
+    def write_changes(self, known: torch.Tensor) -> None:
+        if not torch.equal(known.view(torch.int32), self._all().view(torch.int32)):
+            self.write()
 
     def write(self) -> None:
         self.halves.write(self.start, self._all())
@@ -251,10 +277,16 @@ def _ranges(values: list[SplitValues], overwritten: Any) -> dict[int, _Range]:
         if last is not None and last.halves is value.split_values and start < last.stop:
             last.stop, last.is_read = max(stop, last.stop), True
         else:
-            is_read = value is not overwritten or stop - start != value.numel()
+            is_read = value is not overwritten or not _covers(value, stop - start)
             last = _Range(value.split_values, start, stop, is_read)
         ranges[id(value)] = last
     return ranges
+
+
+def _covers(values: SplitValues, count: int) -> bool:
+    """Whether it has each of so many neighbours in memory."""
+    like = torch.empty_strided(values.shape, values.stride(), device="meta")
+    return count == values.numel() and bool(torch.ops.aten.is_non_overlapping_and_dense.default(like))
 
 
 def _split_in(args: Any, kwargs: Any) -> list[SplitValues]:
@@ -289,6 +321,8 @@ def show(parameter: torch.Tensor, values: torch.Tensor) -> bool:
     is_split = isinstance(parameter, SplitParameter)
     if not (is_split or isinstance(values, SplitValues)):
         return False
+    if values is parameter:
+        return True
     gradient, shape = parameter.grad, parameter.shape
     if gradient is not None:
         parameter.grad = None
@@ -313,7 +347,7 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
     if spare.requires_grad != parameter.requires_grad:
         spare.requires_grad_(parameter.requires_grad)
     hooks, version = parameter._post_accumulate_grad_hooks, parameter._version
-    torch._C._swap_tensor_impl(parameter, spare)
+    _swap(parameter, spare)
     torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))  # nothing was written
     if isinstance(parameter, SplitParameter):
         _CLASS.__set__(parameter, plain_kind(type(parameter)))
@@ -325,13 +359,25 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
         _CLASS.__set__(spare, nn.Parameter)
         parameter.__dict__[_VALUES] = spare.__dict__.pop(_VALUES)
         parameter.__dict__[_VIEW] = view
-        _data.__set__(spare, torch.empty(0))  # it would keep the memory of what the parameter has shown
+        _data.__set__(spare, torch.empty(0, dtype=torch.float32))  # not to keep what the parameter has shown
     view.__dict__["spare"] = spare
     # Hooks are kept by the object, but autograd has them registered for the other contents.
     if parameter._backward_hooks is not None:
         parameter._backward_hooks = parameter._backward_hooks
     if hooks is not None:
         parameter._post_accumulate_grad_hooks = hooks
+
+
+def _swap(parameter: torch.Tensor, spare: torch.Tensor) -> None:
+    try:
+        torch._C._swap_tensor_impl(parameter, spare)
+    except RuntimeError as error:
+        raise StateError(
+            "torch holds a weak reference to a parameter at rest, whose master is in two parts: it cannot be "
+            "shown as a plain tensor",
+            "Profile with record_shapes=False; use parameters outside of torch.autocast; or leave out "
+            "fs.Offload(split_masters=True).",
+        ) from error
 
 
 _split_kinds: dict[type, type] = {nn.Parameter: SplitParameter}
@@ -355,9 +401,10 @@ def _like(cls: type, halves: Halves, view: torch.Tensor) -> Any:
 
 
 def _wrapper(cls: type, halves: Halves, shape: Any, stride: Any, offset: int) -> Any:
-    values: Any = torch.Tensor._make_wrapper_subclass(
-        cls, shape, strides=stride, storage_offset=offset, dtype=torch.float32, device=halves.low.device
-    )
+    with torch.inference_mode(False):  # it lives on, and writes into it are counted
+        values: Any = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, storage_offset=offset, dtype=torch.float32, device=halves.low.device
+        )
     values.__dict__[_VALUES] = halves
     return values
 

@@ -76,8 +76,14 @@ def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
         _data.__set__(parameter, value)
 
 
-def _get(parameter: nn.Parameter) -> torch.Tensor:
+def get_data(parameter: torch.Tensor) -> torch.Tensor:
+    """`parameter.data`, for the engine itself."""
     value: torch.Tensor = _data.__get__(parameter)
+    return value
+
+
+def _get(parameter: nn.Parameter) -> torch.Tensor:
+    value = get_data(parameter)
     writes: Writes | None = parameter.__dict__.get(KEY)
     if writes is not None:
         writes.handed_out.append(value)

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from fullshard.byte_sizes import size, size_option
 from fullshard.errors import FullshardError, OptionError
-from fullshard.offload import Offload
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
@@ -111,7 +110,7 @@ class Question:
             precision=self.precision,
             checkpoint_activations=self.recompute,
             state=self.state,
-            offload=None if self.offload is None else Offload(one_backward=self.offload.one_backward),
+            offload=None if self.offload is None else self.offload.option,
             on_gpu=self.on_gpu,
         )
         return planned_levels(options, self.ranks, self.node_ranks or self.ranks)

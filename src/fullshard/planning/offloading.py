@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fullshard.byte_sizes import size_option
 from fullshard.errors import OptionError
-from fullshard.offload import PRESETS
+from fullshard.offload import PRESETS, Offload
 from fullshard.plan.homes import Budget
 from fullshard.planning.needs import Need
 from fullshard.planning.transfers import Rates
@@ -30,6 +30,7 @@ class Request:
     rates: Rates = field(default_factory=Rates)
     flops: float | None = None
     one_backward: bool = False  # gradients rest as they were computed
+    split_masters: bool = False  # on the host, masters rest as what restores them
 
     def __post_init__(self) -> None:
         if self.how not in PRESETS:
@@ -41,6 +42,11 @@ class Request:
         for name, value in (("--host-memory", self.host_bytes), ("--disk", self.disk_bytes)):
             if value is not None and value < 2**20:  # a bare 512 is 512 bytes
                 raise OptionError(f"{name} is {value} bytes", "Write it as 512GiB or 2TB.")
+
+    @property
+    def option(self) -> Offload:
+        """What lanes depend on, whatever the budget."""
+        return Offload(one_backward=self.one_backward, split_masters=self.split_masters)
 
     def budget(self, spare: float, node_ranks: int, activation_bytes: int) -> Budget:
         """With nothing on the device that may leave it. `activation_bytes`: of each rank, on the host too."""
@@ -83,7 +89,8 @@ def as_option(one: Need, request: Request) -> str:
     resting = one.resting
     assert resting is not None
     budget = resting.budget
-    if request.how != "auto" and budget.host is None and not request.one_backward:
+    is_preset = request.option == Offload()
+    if request.how != "auto" and budget.host is None and is_preset:
         return repr(request.how)
     tenths = (budget.device or 0) * 10 // 2**30  # of a GiB; rounded up, the peak could be above the memory
     parts = [f'device="{tenths / 10}GiB"'] if tenths else []
@@ -93,4 +100,5 @@ def as_option(one: Need, request: Request) -> str:
     if request.how == "optimizer":
         parts.append(f"kinds={budget.kinds!r}")
     parts += ["one_backward=True"] * request.one_backward
+    parts += ["split_masters=True"] * request.split_masters
     return f"fs.Offload({', '.join(parts)})"

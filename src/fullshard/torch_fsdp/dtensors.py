@@ -29,7 +29,6 @@ from fullshard.engine.gradients import GradShard, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.piecewise import ELEMENT_WISE
-from fullshard.engine.split_masters import SplitParameter, plain_kind, split_kind
 from fullshard.errors import NotSupported, StateError
 from fullshard.plan.tensor_parallel import Spec
 from fullshard.state.state_dict import StateShard, shard_of
@@ -305,8 +304,6 @@ def _answering(kind: type) -> type:
     """The class that answers, for a class of tensors."""
     if issubclass(kind, ShardAnswers):
         return kind
-    if issubclass(kind, SplitParameter):
-        return split_kind(_answering(plain_kind(kind)))
     if kind not in _answering_kinds:
         slots = {name: getattr(kind, name) for name in getattr(kind, "__slots__", ())}
         body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__slots__": (), **slots}

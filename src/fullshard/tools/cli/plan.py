@@ -230,6 +230,14 @@ def _plan(
             rich_help_panel=OFFLOAD,
         ),
     ] = False,
+    split_masters: Annotated[
+        bool,
+        typer.Option(
+            "--split-masters",
+            help="Masters on the host rest as what restores them from bf16 shards, in 2 bytes instead of 4.",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = False,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -298,7 +306,16 @@ def _plan(
         accumulate=accumulate,
         spare=spare / 100,
         adapters=_adapters(lora, lora_targets, base_dtype or precision, base_dtype is not None),
-        offload=_offload(offload, host_memory, disk, (host_link, disk_link), flops, machine, one_backward),
+        offload=_offload(
+            offload,
+            host_memory,
+            disk,
+            (host_link, disk_link),
+            flops,
+            machine,
+            one_backward=one_backward,
+            split_masters=split_masters,
+        ),
         machine=machine,
         state=state,
     )
@@ -438,15 +455,16 @@ def _offload(
     links: tuple[str | None, str | None],
     flops: str | None,
     machine: Machine | None,
-    one_backward: bool,
+    **forms: bool,
 ) -> Request | None:
+    """`forms`: in which values rest, by the name of the field of fs.Offload."""
     from fullshard.planning.network import bandwidth, flop_rate
     from fullshard.planning.offloading import Request
     from fullshard.planning.transfers import Rates
 
     if how is None and host is None:
         given = {"--disk": disk, "--host-link": links[0], "--disk-link": links[1], "--flops": flops}
-        given["--one-backward"] = "" if one_backward else None
+        given |= {f"--{name.replace('_', '-')}": "" for name, chosen in forms.items() if chosen}
         for option in (name for name, value in given.items() if value is not None):
             raise OptionError(f"{option} is for --offload", "Give --offload host, or --host-memory.")
         return None
@@ -462,7 +480,7 @@ def _offload(
         None if disk is None else parse_size(disk, "--disk", remedy),
         rates,
         None if flops is None else flop_rate(flops),
-        one_backward,
+        **forms,
     )
 
 
