@@ -20,7 +20,7 @@ from engines import my_rank
 from fullshard import offload as offload_option
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitParameter
-from fullshard.errors import AtRestError
+from fullshard.errors import AtRestError, StateError
 
 
 def split(offload: Any) -> fs.Offload:
@@ -265,6 +265,25 @@ def _identity() -> None:
 
 def test_parameters_are_the_same_objects_with_memory_wherever_code_needs_it() -> None:
     ranks.run(_identity, 2)
+
+
+def _opening_fails() -> None:
+    """torch's own weak reference to one parameter: it cannot be shown as a plain one."""
+    model, optimizer = uses.new({"precision": "bf16", "offload": split("host")})
+    before = uses.values(model)
+    weak = torch._C._WeakTensorRef(max(model.parameters(), key=lambda p: p.numel()))
+    with pytest.raises(StateError, match="record_shapes=False"), fs.full(model):
+        pass
+    uses.backward(model, 0)
+    model.zero_grad()
+    del weak
+    found = uses.values(model)
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    uses.steps(model, optimizer, 1)
+
+
+def test_fs_full_that_fails_in_between_leaves_a_model_that_trains() -> None:
+    ranks.run(_opening_fails, 2)
 
 
 def _bytes() -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import engines
 import fullshard as fs
@@ -325,6 +326,25 @@ def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_an
     options: dict[str, Any],
 ) -> None:
     assert ranks.run(_interrupted, 2, options, 3) == [[], []]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _unsharded_values_alive() -> list[int]:
+    """After fs.shard, of the first model of a process and of the second."""
+    found = []
+    for offload in ("host", fs.Offload(split_masters=True)):
+        for _ in range(2):
+            model = engines.build()
+            storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+            engines.shard_blocks(model, precision="bf16", offload=offload)
+            found.append(sum(not storage.expired() for storage in storages))
+    return found
+
+
+def test_unsharded_values_are_freed_when_a_model_is_sharded() -> None:
+    assert ranks.run(_unsharded_values_alive, 1) == [[0, 0, 0, 0]]
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------
