@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fullshard.engine import low_bit
+from fullshard.engine.tensors import written_by
 from fullshard.precision import BLOCK
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -90,7 +91,7 @@ class BlockState(torch.Tensor):
         out = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if not func._schema.is_mutable:
             return out
-        own = {id(plain[id(state)]): state for state in _written(func, args, kwargs)}
+        own = {id(plain[id(state)]): state for state in written_by(func, args, kwargs, BlockState)}
         for state in own.values():
             state.write(plain[id(state)])
         return tree_map(lambda value: own.get(id(value), value), out)
@@ -134,13 +135,3 @@ def _view(func: Any, args: Any) -> BlockState | None:
             first, last, _ = slice(start, stop).indices(len(state))
             return state._viewing((max(0, last - first),), state.first + first)
     return None
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[BlockState]:
-    """Those that `func` changes in place, alone or in lists."""
-    found: list[BlockState] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            tree_map(lambda value: found.append(value) if isinstance(value, BlockState) else None, given)
-    return found

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
+from fullshard.engine.tensors import written_by
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.errors import AtRestError, StateError
 
@@ -197,7 +198,7 @@ class SplitValues(torch.Tensor):
                 each.write_changes(known[id(each)])
         if not func._schema.is_mutable:
             return out
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs, SplitValues)
         if any(
             plain(value).stride() != value.stride() or plain(value).shape != value.shape for value in written
         ):
@@ -414,16 +415,6 @@ def _is_view(func: Any) -> bool:
     if first is None or first.is_write:
         return False
     return any(out.alias_info is not None for out in func._schema.returns)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[SplitValues]:
-    """Those that `func` changes in place, alone or in lists."""
-    found: list[SplitValues] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            tree_map(lambda value: found.append(value) if isinstance(value, SplitValues) else None, given)
-    return found
 
 
 def _refusal(name: str, why: str) -> AtRestError:

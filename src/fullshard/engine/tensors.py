@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+_T = TypeVar("_T", bound=torch.Tensor)
 _DEPTH = 8
 _PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device)
 
@@ -63,6 +64,18 @@ def snapshot(value: Any, change: Callable[[torch.Tensor], torch.Tensor] = _same)
     """`value` as it is now: its own lists, dicts and plain objects (a cache, say), the same tensors unless
     they are changed."""
     return _Rebuild(change, objects=True, always=True).of(value, _DEPTH)
+
+
+def written_by(func: Any, args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
+    """Tensors of this class that an operator changes in place, alone or in lists."""
+    found: list[_T] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [
+                t for t in (given if isinstance(given, list | tuple) else (given,)) if isinstance(t, kind)
+            ]
+    return found
 
 
 class _Rebuild:
