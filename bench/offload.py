@@ -15,6 +15,7 @@ DeepSpeed runs where it can be imported and can compile its AdamW for the host; 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -183,7 +184,7 @@ def build(row: Row, engine: str) -> tuple[nn.Module, Any, Any]:
         if engine != "compute":
             model = deepspeed(model, ENGINES[engine])
     else:
-        given = ENGINES[engine]
+        given = copy.copy(ENGINES[engine])
         inputs_too = isinstance(given, dict) and given.pop(ACTIVATIONS, False)
         offload = fs.Offload(**given) if isinstance(given, dict) else given
         fs.shard(

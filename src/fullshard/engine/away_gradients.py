@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from fullshard.comm.groups import Comm
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import HANDLERS, GradShard, Holder, gradients_in, name_of, plainly, reshape
+from fullshard.engine.tensors import written_by
 from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
@@ -82,7 +83,7 @@ class AwayGradient(GradShard):
         part: torch.Tensor | None,
         holder: Holder,
         answers: bool,
-        cut: Cut | None,
+        cut: Cut,
     ) -> AwayGradient:
         gradient: AwayGradient = torch.Tensor._make_wrapper_subclass(
             AwayGradient, values.shape, strides=values.stride(), dtype=like.dtype, device=like.device
@@ -98,19 +99,10 @@ class AwayGradient(GradShard):
     def alias(self) -> AwayGradient:
         """Another object for the same gradient."""
         with plainly():
-            like = torch.empty(0, dtype=self.dtype, device=self.device)
-            part = self.part_at_rest if self.replicated else None
-            made = AwayGradient.of(
-                self.source,
-                self.parameter,
-                self.values_at_rest,
-                like,
-                self.comm,
-                part,
-                self.holder,
-                self.answers,
-                self.cut,
+            made: AwayGradient = torch.Tensor._make_wrapper_subclass(
+                AwayGradient, self.shape, strides=self.stride(), dtype=self.dtype, device=self.device
             )
+        made.__dict__.update(self.__dict__)
         made.original = self
         return made
 
@@ -151,6 +143,10 @@ class AwayGradient(GradShard):
                 _refuse_view(func)
         return super().__torch_function__(func, types, args, kwargs)
 
+    def readable(self) -> torch.Tensor:
+        """Its values at rest, or a copy of them in its dtype."""
+        return self.source.in_dtype(self.parameter, self.values_at_rest)
+
     @property
     def rests_as_computed(self) -> bool:
         with plainly():
@@ -184,31 +180,21 @@ class AwayGradient(GradShard):
         changes = func._schema.is_mutable
         if makes_view and not changes and any(g.rests_as_computed for g in found):
             _refuse_view(func)
-        values = {id(g): g.source.in_dtype(g.parameter, g.values_at_rest) for g in found}
+        values = {id(g): g.readable() for g in found}
 
         def at_rest(value: Any) -> Any:
             return values[id(value)] if isinstance(value, AwayGradient) else value
 
         out = func(*tree_map(at_rest, args), **tree_map(at_rest, kwargs))
         if changes:
-            _write([(gradient, values[id(gradient)]) for gradient in _written(func, args, kwargs)])
+            written = written_by(func, args, kwargs, AwayGradient)
+            _write([(gradient, values[id(gradient)]) for gradient in written])
         return args[0] if changes and args and isinstance(out, torch.Tensor) else out
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[AwayGradient]:
-    """Into which an operation writes, by its schema."""
-    schema = func._schema.arguments
-    named = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-    places = [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
-    return [g for g in gradients_in(places) if isinstance(g, AwayGradient)]
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """GradScaler's: its numbers are on the compute device."""
-    values = [
-        g.source.in_dtype(g.parameter, g.values_at_rest) if isinstance(g, AwayGradient) else g
-        for g in gradients
-    ]
+    values = [g.readable() if isinstance(g, AwayGradient) else g for g in gradients]
     found = found_inf.to(values[0].device)
     _UNSCALE(values, found, inv_scale.to(values[0].device))
     if found is not found_inf:

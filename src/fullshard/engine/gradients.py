@@ -32,7 +32,6 @@ from fullshard.errors import GradientError, StateError
 from fullshard.plan.layout import shard_shape
 
 plainly = torch._C.DisableTorchFunctionSubclass
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 HANDLERS: dict[Any, Callable[..., Any]] = {}  # functions that are finished across ranks; `norms` fills it
 
 
@@ -135,9 +134,6 @@ class GradShard(torch.Tensor):
                 gradient.holder.await_update()
         if Holder.any_postponed:
             _refuse_postponed(func, args, kwargs)
-        if func == _SET_DATA:  # other memory would be nobody's gradient: the values are taken
-            args[0].copy_(args[1])
-            return None
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -348,6 +344,14 @@ def reshape(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             cut = cut.reshaped(out.shape)
         values = shard.as_subclass(torch.Tensor)
         return shard.like(values.reshape(shard_shape(cut.shape, values.numel())), cut)
+
+
+def _set_data(_func: Callable[..., Any], args: Any, _kwargs: Any) -> None:
+    """`p.grad.data = value`: other memory would be nobody's gradient, so the values are taken."""
+    args[0].copy_(args[1])
+
+
+HANDLERS[torch.Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 
 
 def empty_like(shard: GradShard) -> torch.Tensor:

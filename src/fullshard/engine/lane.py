@@ -366,9 +366,8 @@ class Lane:
                 self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
         with torch.inference_mode(False), torch.no_grad():
             rest = self._zeros(len(self.rest))
-            if self.is_split and self.compute_shard is not None:
-                self.rest = rest
-                self.compute_shard.follow_rest()
+            if isinstance(rest, SplitValues) and self.compute_shard is not None:
+                self.rest, self.compute_shard.values = rest, rest.split_values.compute
             else:
                 self.rest.data = rest
             self._divide()
@@ -571,18 +570,12 @@ class ComputeShard:
 
     def __init__(self, lane: Lane) -> None:
         self._lane, self.home = lane, lane.homes.compute
-        self.is_current = lane.is_split
-        self.follow_rest()
-        self.edited_here = False  # it is not current by user code, perhaps on this rank alone
-
-    def follow_rest(self) -> None:
-        """The lane has a new shard, in other memory."""
-        rest = self._lane.rest
-        if isinstance(rest, SplitValues):
-            self.values = rest.split_values.compute
+        if isinstance(lane.rest, SplitValues):
+            self.values = lane.rest.split_values.compute
         else:
-            self.values = self.home.zeros(len(rest), self._lane.dtypes.compute)
-            self.is_current = False
+            self.values = self.home.zeros(len(lane.rest), lane.dtypes.compute)
+        self.is_current = lane.is_split
+        self.edited_here = False  # it is not current by user code, perhaps on this rank alone
 
     def master_written(self) -> None:
         """By the engine, on all ranks."""

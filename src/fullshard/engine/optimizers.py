@@ -50,7 +50,6 @@ from fullshard.errors import OptimizerError, StateError, unit_label
 from fullshard.muon import Muon
 from fullshard.offload import Offload
 from fullshard.option_table import OPTIMIZER_STEPS
-from fullshard.plan.homes import chunk_of
 from fullshard.plan.layout import Region
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -330,8 +329,7 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
         if any(lane.streams_steps for lane in runtime.lanes):
             lanes += runtime.lanes
             offload = runtime.options.offload or Offload()
-            trained = sum(len(lane.rest) for lane in runtime.lanes if any(lane.trainable))
-            chunks.append(chunk_of(offload, trained))
+            chunks.append(runtime.plan.step_chunk)
             steps.add((offload.step, offload.overlap))
     if not lanes:
         return None

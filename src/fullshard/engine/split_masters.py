@@ -16,6 +16,7 @@ would keep the key by which torch dispatches here. What is at rest again is a Sp
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -86,13 +87,14 @@ class Halves:
         staged = torch.empty(len(self), dtype=torch.float32, device=device)
         for start in range(0, len(self), _AT_ONCE):
             stop = min(len(self), start + _AT_ONCE)
-            here = [torch.empty_like(part, device=device) for part in self._parts(start, stop)]
+            parts = self._parts(start, stop)
+            compute, low, ties = here = [torch.empty_like(part, device=device) for part in parts]
             with self._transfers.up(self._transfers.now(), after):
-                for place, part in zip(here, self._parts(start, stop), strict=True):
+                for place, part in zip(here, parts, strict=True):
                     place.copy_(part, non_blocking=True)
                 copied = self._transfers.mark_up()
             copied.wait()
-            join(here[0], here[1], here[2], staged[start:stop])
+            join(compute, low, ties, staged[start:stop])
         return staged
 
     def put_back(self, staged: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ class SplitValues(torch.Tensor):
 
     @staticmethod
     def all_of(halves: Halves) -> SplitValues:
-        values: SplitValues = _wrapper(SplitValues, halves, (len(halves),), (1,), 0)
+        values: SplitValues = _like(SplitValues, halves, torch.empty(len(halves), device="meta"))
         return values
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -191,22 +193,17 @@ class SplitValues(torch.Tensor):
         def plain(value: Any) -> Any:
             return ranges[id(value)].of(value) if isinstance(value, SplitValues) else value
 
-        known = None if library == "aten" else {id(r): r.copy() for r in ranges.values()}
+        # An operator of a library need not declare what it writes.
+        before = {} if library == "aten" else {each: each.copy() for each in set(ranges.values())}
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        if known is not None:  # an operator of a library, which need not declare what it writes
-            for each in {id(r): r for r in ranges.values()}.values():
-                each.write_changes(known[id(each)])
-        if not func._schema.is_mutable:
-            return out
-        written = written_by(func, args, kwargs, SplitValues)
-        if any(
-            plain(value).stride() != value.stride() or plain(value).shape != value.shape for value in written
-        ):
-            raise _refusal(func._schema.name, "changes its shape or its order in place")
-        for changed in {id(ranges[id(value)]): ranges[id(value)] for value in written}.values():
-            changed.write()
-        own = {id(ranges[id(value)].of(value)): value for value in written}
-        return tree_map(lambda value: own.get(id(value), value), out)
+        written = {id(plain(value)): value for value in written_by(func, args, kwargs, SplitValues)}
+        for value in written.values():
+            if plain(value).stride() != value.stride() or plain(value).shape != value.shape:
+                raise _refusal(func._schema.name, "changes its shape or its order in place")
+        changed = {each for each, known in before.items() if each.differs(known)}
+        for each in changed.union(ranges[id(value)] for value in written.values()):
+            each.write()
+        return tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.restored().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -261,9 +258,8 @@ class _Range:
     def copy(self) -> torch.Tensor:
         return self._all().clone()
 
-    def write_changes(self, known: torch.Tensor) -> None:
-        if not torch.equal(known.view(torch.int32), self._all().view(torch.int32)):
-            self.write()
+    def differs(self, known: torch.Tensor) -> bool:
+        return not torch.equal(known.view(torch.int32), self._all().view(torch.int32))
 
     def write(self) -> None:
         self.halves.write(self.start, self._all())
@@ -351,12 +347,12 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
     _swap(parameter, spare)
     torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))  # nothing was written
     if isinstance(parameter, SplitParameter):
-        _CLASS.__set__(parameter, plain_kind(type(parameter)))
+        _CLASS.__set__(parameter, type(parameter).__bases__[1])
         _CLASS.__set__(spare, SplitParameter)
         spare.__dict__[_VALUES] = parameter.__dict__.pop(_VALUES)
         del parameter.__dict__[_VIEW]
     else:
-        _CLASS.__set__(parameter, split_kind(type(parameter)))
+        _CLASS.__set__(parameter, _split_kind(type(parameter)))
         _CLASS.__set__(spare, nn.Parameter)
         parameter.__dict__[_VALUES] = spare.__dict__.pop(_VALUES)
         parameter.__dict__[_VIEW] = view
@@ -381,30 +377,25 @@ def _swap(parameter: torch.Tensor, spare: torch.Tensor) -> None:
         ) from error
 
 
-_split_kinds: dict[type, type] = {nn.Parameter: SplitParameter}
-
-
-def split_kind(kind: type) -> type:
-    """The class of a parameter at rest, by its class where it shows plain values."""
-    if kind not in _split_kinds:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__slots__": ()}
-        _split_kinds[kind] = type(kind.__name__, (SplitParameter, kind), body)
-    return _split_kinds[kind]
-
-
-def plain_kind(kind: type) -> type:
-    """The inverse."""
-    return next(plain for plain, split in _split_kinds.items() if split is kind)
+@functools.cache
+def _split_kind(kind: type) -> type:
+    """The class of a parameter at rest; its second base is the class where it shows plain values."""
+    if kind is nn.Parameter:
+        return SplitParameter
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__slots__": ()}
+    return type(kind.__name__, (SplitParameter, kind), body)
 
 
 def _like(cls: type, halves: Halves, view: torch.Tensor) -> Any:
-    return _wrapper(cls, halves, view.shape, view.stride(), int(view.storage_offset()))
-
-
-def _wrapper(cls: type, halves: Halves, shape: Any, stride: Any, offset: int) -> Any:
+    """At the same place in the halves as `view` is in its memory."""
     with torch.inference_mode(False):  # it lives on, and writes into it are counted
         values: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, storage_offset=offset, dtype=torch.float32, device=halves.low.device
+            cls,
+            view.shape,
+            strides=view.stride(),
+            storage_offset=view.storage_offset(),
+            dtype=torch.float32,
+            device=halves.low.device,
         )
     values.__dict__[_VALUES] = halves
     return values

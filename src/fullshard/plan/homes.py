@@ -25,12 +25,8 @@ PLACES: tuple[Place, ...] = ("device", "host", "disk")
 KINDS = ("compute", "master", "gradients", "state")
 # An optimizer's step in chunks. The host issues one in about half a millisecond, in which a link moves 25 MB,
 # and a device takes about a thousand launches ahead: many small chunks of a step that goes on beside the next
-# forward would keep the host from issuing that forward.
-SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK = (
-    4 * 2**20,
-    8 * 2**20,
-    32 * 2**20,
-)  # elements; the last with overlap
+# forward would keep the host from issuing that forward. In elements; the last with overlap.
+SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK = 4 * 2**20, 8 * 2**20, 32 * 2**20
 CHUNKS = 512  # at most, where they need not be larger than that
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file

@@ -82,7 +82,7 @@ def transfers_of(resting: Resting, gathers: list[int]) -> Transfers:
 
 def _of_lane(lane: LaneBytes, homes: LaneHomes, gathers: int) -> Transfers:
     cast = lane.master > 0
-    master, at = (lane.master, homes.master) if cast else (lane.compute, homes.compute)
+    master, at = (lane.master_at(homes.master), homes.master) if cast else (lane.compute, homes.compute)
     sent = 0
     if homes.compute != "device" and at != "device":
         # In 8-bit blocks they are packed once per pass, from the master.
@@ -90,13 +90,11 @@ def _of_lane(lane: LaneBytes, homes: LaneHomes, gathers: int) -> Transfers:
     reads = sent if at == "disk" and not (cast and lane.compute) else 0
     if not (lane.gradients and homes.streams_steps):
         return Transfers(pass_up=sent, pass_read=reads)
-    is_split = cast and at == "host" and lane.remainder > 0
-    stepped = [lane.master_at(at) if cast else master] * (at != "device")
-    stepped += [lane.state] * (homes.state != "device")
+    stepped = [master] * (at != "device") + [lane.state] * (homes.state != "device")
     from_disk = [master] * (at == "disk") + [lane.state] * (homes.state == "disk")
     gradients = lane.gradients if homes.gradients != "device" else 0
     written = lane.compute if cast and homes.compute != "device" else 0
-    joined = written if is_split else 0  # the compute shard is a part of the master
+    joined = written if at == "host" and lane.remainder else 0  # the compute shard is a part of the master
     return Transfers(
         pass_up=sent,
         pass_down=gradients,
