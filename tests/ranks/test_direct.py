@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -158,3 +160,27 @@ def _special() -> list[bool]:
 
 def test_double_backward_copies_and_torch_func_work_beside_it() -> None:
     assert all(ranks.run(_special, 1, timeout_s=60)[0])
+
+
+def _recomputed(by_us: bool, direct_bytes: int) -> tuple[int, list[torch.Tensor]]:
+    """Products of a training step, and gradients, with blocks that are computed again."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = _sharded("plain", direct_bytes, checkpoint_activations=by_us)
+    if not by_us:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).square().mean().backward()
+    return counter.get_total_flops(), [x.grad, *(p.grad.part.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_a_recomputed_block_leaves_out_its_last_product(by_us: bool) -> None:
+    """Torch's checkpoint stops when all that was saved is there; a Function saves behind its forward."""
+    plain, expected = ranks.run(_recomputed, 1, by_us, 2**60, timeout_s=60)[0]
+    direct, gradients = ranks.run(_recomputed, 1, by_us, 1, timeout_s=60)[0]
+    assert direct == plain
+    for a, b in zip(gradients, expected, strict=True):
+        assert torch.equal(a, b)

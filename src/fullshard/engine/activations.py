@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.gather import current_task
+from fullshard.engine.saved_tensors import Saved
 from fullshard.engine.tensors import snapshot, tensors_in
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.unit import NO_TASK
@@ -189,7 +190,7 @@ class _HeldInHost(Held):
 
     def arguments(self) -> Arguments:
         self._refuse_written()
-        back = dict(zip(self._places, self._saved.grad_fn.saved_tensors, strict=True))
+        back = dict(zip(self._places, self._saved.tensors, strict=True))
         previous = None if self._previous is None else self._previous()
         if previous is not None:
             previous.prefetch()
@@ -211,20 +212,11 @@ def _version_of(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-class _Save(torch.autograd.Function):
-    """A node that saves tensors, and never runs: what it saved comes back with its place in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-
-def _hold(tensors: list[torch.Tensor], copies: list[_Copy]) -> Any:
-    """The result of a node that has these copies for its saved tensors; until torch 2.12 it keeps them."""
+def _hold(tensors: list[torch.Tensor], copies: list[_Copy]) -> Saved:
+    """A node that has these copies for its saved tensors; until torch 2.12 it keeps them."""
     left = iter(copies)
     with torch.autograd.graph.saved_tensors_hooks(lambda _: next(left), _Copy.fetch):
-        return _Save.apply(*tensors)  # type: ignore[no-untyped-call]
+        return Saved(*tensors)
 
 
 class _Copy:

@@ -4,6 +4,11 @@ Autograd would make each gradient a tensor of its own, to be copied into the buf
 read and a write of every gradient, and both in memory at once. It pays for large weights only: a Python
 backward costs the host about 30 µs, a copy of 64 MiB costs an H200 as much. Where the buffer is not there
 (gradients that accumulate, a second backward of the unit in progress) the product makes a tensor as usual.
+
+Autograd packs what a Function saves behind its forward, and what torch's own Linear saves before its product.
+That decides whether a block which is computed again in backward needs its last product: torch's checkpoint
+stops once all is packed that was before. So where saved tensors are packed by hooks, a node in front of the
+product saves them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.engine.saved_tensors import Saved
+
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 MIN_BYTES = 64 * 2**20  # of one weight's gradient on the wire
 
 
@@ -35,26 +43,30 @@ class Place:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, place: Place) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.place = place
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, place: Place, saved: Saved | None
+    ) -> torch.Tensor:
+        ctx.place, ctx.saved = place, saved or None
+        if not saved:
+            ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors if ctx.saved is None else ctx.saved.tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_x = torch.mm(flat, weight).view(x.shape) if wants_x else None
         of_weight = ctx.place.product(flat, x.reshape(-1, x.shape[-1])) if wants_weight else None
-        return of_x, of_weight, flat.sum(0) if wants_bias else None, None
+        return of_x, of_weight, flat.sum(0) if wants_bias else None, None, None
 
 
 def linear(module: nn.Linear, x: torch.Tensor, place: Place) -> torch.Tensor:
     """`module(x)`, its weight's gradient in `place` if that is open."""
     if _is_special(x):
         return F.linear(x, module.weight, module.bias)
-    out: torch.Tensor = _Linear.apply(x, module.weight, module.bias, place)  # type: ignore[no-untyped-call]
+    saved = None if _hooks_of_saved_tensors(False) is None else Saved(x, module.weight)
+    out: torch.Tensor = _Linear.apply(x, module.weight, module.bias, place, saved)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -128,11 +128,8 @@ class LaneGradients:
             for piece, (start, stop) in zip(self._layout.pieces, ranges, strict=True)
         ]
         filled = [part for part in parts if part.numel()]
-        if self.as_computed:  # one after the other
-            known = [torch._foreach_norm([part.to(self._dtype)])[0] for part in filled]
-        else:
-            known = list(torch._foreach_norm(filled)) if filled else []
-        norms = iter(known)
+        dtype = self._dtype if self.as_computed else None
+        norms = iter(torch._foreach_norm(filled, dtype=dtype) if filled else [])
         real = self._dtype.to_real()  # a norm is, of complex gradients too
         return [next(norms) if part.numel() else part.new_zeros((), dtype=real) for part in parts]
 
