@@ -88,6 +88,10 @@ def _reports_through_wrapped_hooks() -> dict[str, str]:
     found["recomputed"] = _reported("recomputation", strategy="zero3", checkpoint_activations=True)
     found["nested"] = _reported("backward", strategy="zero3", nested=True)
     found["offload"] = _reported("forward", strategy="hybrid", checkpoint_activations=True, keep_full=0)
+    budget = fs.Offload(device="64KiB")
+    found["budget"] = _reported(
+        "backward", strategy="zero3", keep_full=0, offload=budget, checkpoint_activations=True
+    )
     found["too much"] = _reported("forward", 10**6, strategy="zero1")
     return found
 
@@ -111,6 +115,8 @@ def test_what_was_held_and_the_cheapest_change_are_named() -> None:
         assert "strategy='zero3'" not in found["zero3"]
         assert "offload='optimizer'" in found["zero3"]
         assert "offload='optimizer'" in found["offload"]
+        assert "fs.Offload(device='0'), which frees about 64.0 KiB" in found["budget"]
+        assert "gradients: 48.8 KiB, planned 48.8 KiB" in found["forward"]
         assert "No single change frees enough" in found["too much"]
 
 

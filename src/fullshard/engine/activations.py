@@ -24,11 +24,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine.gather import current_task
+from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.saved_tensors import Saved
 from fullshard.engine.tensors import snapshot, tensors_in
-from fullshard.engine.transfers import Mark, Transfers
-from fullshard.engine.unit import NO_TASK
+from fullshard.engine.transfers import Mark, Transfers, has_streams
 from fullshard.engine.writes import set_data
 from fullshard.errors import StateError
 from fullshard.host_memory import page_locked, unlocked
@@ -313,7 +312,7 @@ class Link:
     """Copies between a device and host buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, on_gpu = device, device.type == "cuda"
+        self.device, on_gpu = device, has_streams(device)
         self.alignment = 512 if on_gpu else 64  # of new device memory, in bytes
         self.buffers = Buffers(page_locked if on_gpu else unlocked)
         self._transfers = Transfers(device)
@@ -339,7 +338,7 @@ class Link:
             copying.mark.hold_up(copying.allocated)  # other code drops a graph than that which computes
 
     def _compute(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        return torch.cuda.current_stream(self.device) if has_streams(self.device) else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

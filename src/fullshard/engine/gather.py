@@ -28,14 +28,14 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm.groups import Comm
+from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.inference import InferenceSession, Kept, chosen
-from fullshard.engine.unit import NO_TASK, LiveUnit, State
+from fullshard.engine.unit import LiveUnit, State
 from fullshard.errors import RankMismatch, Stalled, StateError
 from fullshard.options import Options
 from fullshard.plan.schedule import CROSS_AHEAD, Schedule, ScheduledUnit, Walk, make_schedule
 
 _DONE = -1
-current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _phase(in_backward: bool) -> str:

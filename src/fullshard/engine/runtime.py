@@ -25,15 +25,16 @@ from torch import nn
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.step_report import modes_of
 from fullshard.engine import transforms
-from fullshard.engine.gather import Gathering, current_task
+from fullshard.engine.gather import Gathering
 from fullshard.engine.gradients import Step
+from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
 from fullshard.engine.reading import Reading
 from fullshard.engine.reduce import Reduction
 from fullshard.engine.reduce_buffers import Penalised
 from fullshard.engine.tensors import cast_floats, first_node, map_tensors, nodes_of, tensors_in
-from fullshard.engine.unit import NO_TASK, LiveUnit, State
+from fullshard.engine.unit import LiveUnit, State
 from fullshard.environment import return_memory_to_system
 from fullshard.errors import AtRestError, NotSupported, Stalled, StateError, unit_label
 from fullshard.options import Options

@@ -27,6 +27,10 @@ UPDATE_STREAMS, CHUNKS_PER_STREAM = 3, 64
 
 class Mark:
     """A point on a stream."""
+def has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 
     __slots__ = ("_event", "_stream")
 
@@ -57,10 +61,10 @@ class Transfers:
 
     def __init__(self, device: torch.device, beside: bool = True) -> None:
         self.device = device
-        on_gpu = device.type == "cuda" and beside
+        streams = beside and has_streams(device)
         # Kernels of an update are short, and copies wait for them: they come before those of a forward.
         self._up, self._gathers, self._down, *updates = (
-            torch.cuda.Stream(device, priority=priority) if on_gpu else None  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=priority) if streams else None  # type: ignore[no-untyped-call]
             for priority in (0, 0, 0, *[-1] * UPDATE_STREAMS)
         )
         self._updates = deque(updates)  # the first one is in use

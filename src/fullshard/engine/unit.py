@@ -28,14 +28,13 @@ import torch
 from torch import nn
 
 from fullshard.comm.groups import Comm
+from fullshard.engine.graph_tasks import NO_TASK
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
 from fullshard.engine.reading import Reading
 from fullshard.engine.slots import Slots
 from fullshard.plan.units import looks_up_only
 from fullshard.policy import UnitPolicy
-
-NO_TASK = -1
 
 
 class State(Enum):

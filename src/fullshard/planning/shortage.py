@@ -10,13 +10,16 @@ import gc
 import re
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from fullshard.byte_sizes import size
+from fullshard.byte_sizes import size, size_option
+from fullshard.engine.graph_tasks import NO_TASK
+from fullshard.engine.home import Home
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import NO_TASK, LiveUnit, State
+from fullshard.engine.unit import LiveUnit, State
 from fullshard.errors import unit_label
 from fullshard.offload import PRESETS
 
@@ -70,20 +73,12 @@ def explain(runtime: Runtime, error: BaseException) -> str:
     full = _full(runtime, None if in_backward else where)
     where, phase = where or _in_backward(runtime.units), "backward" if in_backward else "forward"
     full_bytes = sum(unit.full_bytes for unit in full)
-    here = [lane.rest for lane in runtime.lanes if lane.rest.device == device]
-    parameters = sum(rest.nbytes for rest in here)
-    gradients = sum(
-        p.grad.nbytes for p in runtime.parameters if p.grad is not None and p.grad.device == device
-    )
-    state = plan.state_bytes if plan.resting is None else plan.resting.bytes_at("device", "state")
-    taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    rest = max(0, taken - full_bytes - parameters - gradients - state)
     rows = [
-        ("parameters at rest", parameters, plan.parameter_bytes),
-        ("gradients", gradients, plan.gradient_bytes),
-        ("optimizer state, by plan", state, plan.state_bytes),
+        *_at_rest(runtime),
         ("full values", full_bytes, plan.full_bytes_at_peak),
     ]
+    taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    rest = max(0, taken - sum(held for _, held, _ in rows))
     lines = [
         f"fullshard: rank {runtime.comm.world_rank} ran out of memory on {device}"
         + ("" if where is None else f" in {phase} of {unit_label(where.name)}")
@@ -101,6 +96,30 @@ def explain(runtime: Runtime, error: BaseException) -> str:
         lines.append(f"  planned at the peak: {size(choice.peak_bytes)} of {size(choice.memory_bytes)}")
     lines.append(f"fullshard: {remedy(runtime, requested_bytes(str(error)), full_bytes, rest)}")
     return "\n".join(lines)
+
+
+def _at_rest(runtime: Runtime) -> list[tuple[str, int, int]]:
+    """What rests on the device, by name: bytes that are held, and those of the plan."""
+    plan = runtime.plan
+    parameters, gradients, state = plan.parameter_bytes, plan.gradient_bytes, plan.state_bytes
+    resting = plan.resting
+    if resting is not None:
+        kinds = (("master", "compute"), ("gradients",), ("state",))
+        parameters, gradients, state = (sum(resting.bytes_at("device", k) for k in each) for each in kinds)
+    homes = [(lane.home, lane.rest.nbytes) for lane in runtime.lanes]
+    shards = [lane.compute_shard for lane in runtime.lanes if lane.compute_shard is not None]
+    homes += [(shard.home, shard.values.nbytes) for shard in shards]
+    sums = [lane.gradients for lane in runtime.lanes if lane.gradients is not None]
+    rows = [
+        ("parameters at rest", _on_device(homes), parameters),
+        ("gradients", _on_device((one.home, one.flat.untyped_storage().nbytes()) for one in sums), gradients),
+        ("optimizer state, by plan", state, state),
+    ]
+    return rows if resting is None else [*rows, ("slabs, by plan", plan.slab_bytes, plan.slab_bytes)]
+
+
+def _on_device(held: Iterable[tuple[Home, int]]) -> int:
+    return sum(num_bytes for home, num_bytes in held if home.kind == "device")
 
 
 def _full(runtime: Runtime, in_forward: LiveUnit | None) -> list[LiveUnit]:
@@ -133,6 +152,10 @@ def remedy(runtime: Runtime, needed: int, full_bytes: int, activations: int) -> 
         changes.append(("keep_full=0", full_bytes - sum(sizes[:2])))
     if plan.schedule.node_copies and options.keep_node != 0:
         changes.append(("keep_node=0", plan.schedule.node_copy_bytes))
+    budget = None if plan.resting is None else plan.resting.budget.device
+    if budget:
+        less = min(budget, max(needed, 2**30))
+        changes.append((f"fs.Offload(device={size_option(budget - less)!r})", less))
     if not options.checkpoint_activations:
         changes.append(("checkpoint_activations=True", activations // 2))
     elif options.checkpoint_activations is True and runtime.comm.device.type == "cuda":

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from fullshard.comm.tags import OpTag
-from fullshard.engine.gather import current_task
+from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.observer import Activity
 from fullshard.engine.runtime import engine_of
-from fullshard.engine.unit import NO_TASK
 from fullshard.tools.simulation.group import Cluster
 from fullshard.tools.simulation.models import Training
 from fullshard.tools.simulation.wire import Message, event
