@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -184,3 +185,44 @@ def test_a_recomputed_block_leaves_out_its_last_product(by_us: bool) -> None:
     assert direct == plain
     for a, b in zip(gradients, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def _inputs_alive(by_us: bool, keep_graph: bool, options: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """As each block's input gets its gradient: of how many blocks, those behind it, the input is alive. And
+    whether a second backward of a kept graph has the same gradients, or of one that is not kept fails."""
+    model = _sharded("plain", 1, checkpoint_activations=by_us, **options)
+    if not by_us:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def look(_: torch.Tensor, at: int) -> None:
+        alive.append(sum(reference() is not None for reference in inputs[at + 1 :]))
+
+    def note(_: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not when it is computed again
+            (x,) = args
+            x.register_hook(functools.partial(look, at=len(inputs)))
+            inputs.append(weakref.ref(x))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(note)
+    x = torch.randn(4, 16, requires_grad=True)
+    loss = model(x).square().mean()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=keep_graph)
+    try:
+        (second,) = torch.autograd.grad(loss, x)
+    except RuntimeError as error:
+        return alive, [not keep_graph and "backward through the graph a second time" in str(error)]
+    return alive[:3], [keep_graph and torch.equal(first, second)]
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_the_input_of_a_recomputed_block_is_freed_with_its_backward(by_us: bool) -> None:
+    for options in ({}, {"precision": "bf16", "offload": "host"}):
+        alive, second = ranks.run(_inputs_alive, 1, by_us, False, options, timeout_s=60)[0]
+        assert alive == [0, 0, 0], options
+        assert second == [True]
+        _, second = ranks.run(_inputs_alive, 1, by_us, True, options, timeout_s=60)[0]
+        assert second == [True]

@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors if ctx.saved is None else ctx.saved.tensors
+        x, weight = ctx.saved_tensors if ctx.saved is None else ctx.saved.take()
         flat = gradient.reshape(-1, gradient.shape[-1])
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_x = torch.mm(flat, weight).view(x.shape) if wants_x else None

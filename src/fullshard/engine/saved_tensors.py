@@ -1,10 +1,13 @@
-"""Tensors that autograd saves in a node of their own, apart from the computation whose backward needs them."""
+"""Tensors that autograd saves in a node of their own, apart from what computes with them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _Save(torch.autograd.Function):
@@ -31,3 +34,17 @@ class Saved:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self._result.grad_fn.saved_tensors  # type: ignore[no-any-return]
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """In the backward of the node that has them. Unless the graph is kept they go, as those of a node do
+        that has run: torch's checkpoint holds a block's inputs as long as anything its hooks have packed.
+        """
+        if self._result is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, and what it had saved was freed. "
+                "Give the first backward retain_graph=True."
+            )
+        tensors = self.tensors
+        if not _graph_is_kept():
+            self._result = None
+        return tensors
