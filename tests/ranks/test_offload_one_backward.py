@@ -13,6 +13,7 @@ import pytest
 import test_offload
 import test_offload_use as uses
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import engines
@@ -100,6 +101,74 @@ def _bytes() -> None:
 
 def test_they_take_two_bytes_per_element_and_are_fp32_to_whoever_reads_them() -> None:
     ranks.run(_bytes, 1)
+
+
+def _comes_and_goes() -> None:
+    model = engines.shard_blocks(
+        engines.build(), precision="bf16", offload=fs.Offload(one_backward=True, kinds=("state",), chunk=300)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    lanes = runtime_of(model).lanes
+
+    def held() -> list[int]:
+        with_gradients = [lane.gradients for lane in lanes if lane.gradients is not None]
+        return [gradients.flat.untyped_storage().nbytes() for gradients in with_gradients]
+
+    seen: list[int] = []
+
+    def look(output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: seen.append(sum(map(bool, held()))))
+
+    model.blocks[0].register_forward_hook(lambda _, __, output: look(output))
+    for step in range(3):
+        loss = engines.loss_of(model, engines.batch(step, 0))
+        assert not any(held()), "in backward, activations need it"
+        loss.backward()
+        assert seen[-1] < len(lanes), "as they are summed"
+        assert all(held())
+        optimizer.step()
+        assert all(held()), "p.grad may be read until zero_grad()"
+        optimizer.zero_grad()
+        engines.loss_of(model, engines.batch(step, 1))
+        assert not any(held())
+
+
+def test_on_the_device_they_have_memory_from_backward_to_the_next_forward() -> None:
+    ranks.run(_comes_and_goes, 1)
+
+
+def _of_an_input() -> None:
+    for given in ({}, {"kinds": ("state",)}):
+        model, parameter = model_with_gradients(**given)
+        before = [p.grad.clone() for p in model.parameters()]
+        x, y = engines.batch(1, 0)
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), [x])
+        assert gradient.abs().sum() > 0
+        assert all(torch.equal(p.grad.clone(), b) for p, b in zip(model.parameters(), before, strict=True))
+        with pytest.raises(StateError, match="are there already"):
+            engines.loss_of(model, engines.batch(1, 0)).backward()
+        assert torch.equal(parameter.grad.clone(), before[0])
+
+
+def test_the_gradient_of_an_input_is_computed_beside_those_of_parameters() -> None:
+    ranks.run(_of_an_input, 1)
+
+
+def _kept() -> None:
+    model, parameter = model_with_gradients(kinds=("state",))
+    kept, expected = parameter.grad, parameter.grad.clone()
+    model.zero_grad()
+    for step in range(2):
+        engines.loss_of(model, engines.batch(step + 1, 0)).backward()
+        assert torch.equal(kept.clone(), expected)
+        assert not torch.equal(parameter.grad.clone(), expected)
+        model.zero_grad()
+
+
+def test_a_gradient_that_user_code_holds_keeps_its_memory() -> None:
+    ranks.run(_kept, 1)
 
 
 def _read() -> None:

@@ -25,6 +25,9 @@ class LaneGradients:
 
     `away_from`: the device of the parameters, where these gradients rest elsewhere, or in another dtype; see
     `away_gradients`.
+
+    On the device, those that rest as they were computed have memory from their backward to their unit's next
+    forward, which needs as much for activations: nobody adds to them, and what reads them asks for a copy.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class LaneGradients:
         self.live = False  # holds a sum that the next reduce is added to
         self.was_live = False  # did so when this backward began
         self._storage = self.flat.untyped_storage()
+        self.comes_and_goes = self.as_computed and home.kind == "device"
         self._own_uses = self._storage_uses()
         self._own_refs = max(map(sys.getrefcount, self.views), default=0)
+        self.let_go()
 
     def _view(self, index: int, piece: Piece) -> GradShard:
         comm = self._comm
@@ -78,6 +83,18 @@ class LaneGradients:
             return AwayGradient.of(self, index, values, like, comm, part, self.holder, answers, cut)
         return GradShard.make(values, comm, part, self.holder, answers, cut)
 
+    # ---- memory
+
+    def take_memory(self) -> None:
+        """What is in it is undefined, if there was none."""
+        if self.comes_and_goes and not self._storage.nbytes():
+            self._storage.resize_(self.flat.nbytes)
+
+    def let_go(self) -> None:
+        """These gradients are on no parameter, and what has read them was given to the compute stream."""
+        if self.comes_and_goes and self._storage.nbytes() and not self.shared():
+            self._storage.resize_(0)
+
     # ---- a sum that lands here
 
     def require_no_sum(self, divisor: float) -> None:
@@ -93,6 +110,7 @@ class LaneGradients:
 
     def staged(self) -> torch.Tensor:
         """This rank's interval on the compute device; its values only if a sum is added to them."""
+        self.take_memory()
         if self.home.kind == "device":
             return self.own
         if self.live:
@@ -108,6 +126,7 @@ class LaneGradients:
 
     def staged_flat(self) -> torch.Tensor:
         """Every interval of a replicated lane, on the compute device."""
+        self.take_memory()
         return self.home.stage(self.flat, self.landed)
 
     def put_back_flat(self, staged: torch.Tensor) -> None:
@@ -136,6 +155,7 @@ class LaneGradients:
     # ---- what AwayGradients ask
 
     def settle(self) -> None:
+        self.take_memory()
         if isinstance(self.home, HostHome):
             self.home.transfers.settle()
         if self.landed is not None:

@@ -57,6 +57,7 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradient_shard import LaneGradients
+from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.home import Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.remainders import bitmap_bytes
@@ -196,6 +197,7 @@ class Lane:
         self._take_changes()
         if self.permanent:
             return
+        self._let_gradients_go()
         self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
         if self.unsharded is not None:
             self._allocate()
@@ -237,6 +239,14 @@ class Lane:
 
     def _take_changes(self) -> None:
         """By an optimizer's step, and by user code."""
+    def _let_gradients_go(self) -> None:
+        """Those of the last step, when a forward begins and no parameter has its own any more."""
+        gradients = self.gradients
+        if gradients is None or not gradients.comes_and_goes or current_task() != NO_TASK:
+            return
+        if all(parameter.grad is None for parameter in self.parameters):
+            gradients.let_go()
+
         if self.updated is not None:
             self.updated.wait()
             self.updated = None

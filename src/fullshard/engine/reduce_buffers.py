@@ -232,7 +232,8 @@ def take_over_grads(lane: Lane) -> None:
     gradients.live = gradients.was_live = any(g is not None for g in current)
     if not gradients.live:
         return
-    gradients.require_no_sum(1)
+    if any(value is not view for value, view in zip(current, gradients.views, strict=True)):
+        gradients.require_no_sum(1)  # else where gradients arrive, if any do
     for parameter, piece, view, value in zip(
         lane.parameters, lane.layout.pieces, gradients.views, current, strict=True
     ):

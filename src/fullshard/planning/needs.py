@@ -54,7 +54,8 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one rank. `full`, `sending` and `activations` are those of the worst moment."""
+    """Bytes of one rank. `full`, `sending` and `activations` are those of the worst moment, and so are
+    gradients that come and go (`fs.Offload(one_backward=True)`)."""
 
     strategy: str
     ranks: int
@@ -193,14 +194,40 @@ def _moments(step: Step, plan: Plan, options: Options, rest: Need) -> Iterator[N
     accumulation = 0
     if step.accumulates_locally and options.accumulates_locally:
         accumulation = sum(lane.layout.total * lane.dtypes.sum.itemsize for lane in lanes if lane.trainable)
-    sending = _sending(step, plan)
+    sending, gradients = _sending(step, plan), _gradients_at(step, plan, rest.gradients)
     turn = [call.phase for call in step.calls].index("backward")
     for position, moment in enumerate(step.trace.moments):
         phase, unit, _ = moment.call
         label = f"{phase} of {'the loss' if position == turn else step.units[unit].name or 'the root'}"
-        for sent, live in zip(sending[position], (moment.peak_bytes, moment.end_bytes), strict=True):
-            here = replace(rest, full=full[position], sending=sent + accumulation, moment=label)
-            yield replace(here, activations=live + step.workspace_bytes)
+        here = replace(rest, full=full[position], moment=label)
+        ends = sending[position], gradients[position], (moment.peak_bytes, moment.end_bytes)
+        for sent, landed, live in zip(*ends, strict=True):
+            live += step.workspace_bytes
+            yield replace(here, gradients=landed, sending=sent + accumulation, activations=live)
+
+
+def _gradients_at(step: Step, plan: Plan, at_rest: int) -> list[tuple[int, int]]:
+    """By moment, the gradients at rest on the device: at its peak, and at its end.
+
+    Those that rest as they were computed have no memory from their unit's forward to its backward.
+    """
+    passing = [0] * len(plan.units)
+    if plan.resting is not None:
+        homes = iter(zip(plan.resting.lanes, plan.resting.homes, strict=True))
+        for unit, planned in enumerate(plan.units):
+            lanes = [next(homes) for _ in planned.lanes]
+            on_device = [lane for lane, home in lanes if home.gradients == "device" and lane.as_computed]
+            passing[unit] = sum(lane.gradients for lane in on_device)
+    here, found = set(range(len(passing))), []
+    for phase, unit, done in step.calls:
+        if phase == "forward":
+            here.discard(unit)
+        before = sum(passing[other] for other in here)
+        if phase == "backward" and done:
+            here.add(unit)
+        after = sum(passing[other] for other in here)
+        found.append((at_rest - sum(passing) + before, at_rest - sum(passing) + after))
+    return found
 
 
 def _full_bytes(plan: Plan, replicated: bool) -> list[int]:
