@@ -48,6 +48,9 @@ class Offload:
         the next forward, each unit of which waits for its own values, so the bits are the same. Everything
         that reads parameters or states through the model, a state dict or fullshard waits; for code that
         kept a reference to a parameter or to an optimizer's state, call torch.cuda.synchronize() first.
+    slabs: with overlap, memory of the compute device for the chunks of a step ('6GiB'); None: as little as a
+        step needs. What is fetched and stored goes on beside backward, too, as far as slabs hold it: the link
+        is used all the time with as many bytes as it moves in a backward.
     one_backward: one rank trains, and each step has one backward. Its bf16 gradients are then not sums of
         anything, and rest as they were computed: 2 bytes per parameter instead of 4, the same bits. A second
         backward that adds to them is an error, and so is a write that bf16 cannot hold.
@@ -65,6 +68,7 @@ class Offload:
     chunk: int | None = None
     step: str = "device"
     overlap: bool = False
+    slabs: int | str | None = None
     one_backward: bool = False
     split_masters: bool = False
 
@@ -73,6 +77,13 @@ class Offload:
             value = getattr(self, name)
             if not (value == "auto" or (name == "host" and value is None)):
                 object.__setattr__(self, name, _bytes(name, value))
+        if self.slabs is not None:
+            object.__setattr__(self, "slabs", _bytes("slabs", self.slabs))
+        if self.slabs is not None and not self.overlap:
+            raise OptionError(
+                f"Offload.slabs is {self.slabs}, and a step without overlap leaves nothing to backward",
+                "Give overlap=True, or leave out slabs.",
+            )
         if self.disk is not None and not _is_path(self.disk):
             raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
         if not isinstance(self.kinds, tuple) or not self.kinds or any(k not in KINDS for k in self.kinds):
@@ -91,6 +102,10 @@ class Offload:
                 "A step on the host is over when it returns: leave out one of them.",
             )
 
+    @property
+    def slab_limit(self) -> int | None:
+        return None if self.slabs is None else int(self.slabs)
+
 
 def _is_path(value: Any) -> bool:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
@@ -98,7 +113,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _bytes(name: str, value: Any) -> int:
-    remedy = "Give bytes, a size such as '22GiB', or 'auto'."
+    remedy = "Give bytes, or a size such as '22GiB'" + (", or 'auto'." if name != "slabs" else ".")
     if isinstance(value, str) and value.lower() in _OTHER_VALUES:
         remedy = f"It is a budget: write fs.shard(offload={_OTHER_VALUES[value.lower()]}), or give a size."
     if isinstance(value, str):

@@ -60,9 +60,10 @@ def homes(folder: Path) -> dict[str, Any]:
         "disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000),
         "overlap": fs.Offload(overlap=True, chunk=30_000),
         "overlap, optimizer": fs.Offload(kinds=("master", "state"), overlap=True),
+        "overlap, slabs": fs.Offload(kinds=("master", "state"), overlap=True, chunk=30_000, slabs="8MiB"),
         "split masters": fs.Offload(split_masters=True),
         "split masters, optimizer": fs.Offload(kinds=("master", "state"), split_masters=True),
-        "overlap, split masters": fs.Offload(split_masters=True, chunk=30_000, overlap=True),
+        "overlap, split masters": fs.Offload(split_masters=True, chunk=30_000, overlap=True, slabs="4MiB"),
         "overlap, some on the device": fs.Offload(device=2**21, chunk=30_000, overlap=True),
         "overlap, disk": fs.Offload(host=3_500_000, disk=folder, chunk=30_000, overlap=True),
     }
@@ -218,7 +219,7 @@ def test_a_gradient_scaler_skips_the_same_steps() -> None:
     ranks.run(_scaled, 1)
 
 
-def _watched(offload: str, overlap: bool, split: bool) -> str:
+def _watched(offload: str, overlap: bool, split: bool, slabs: str | None) -> str:
     import torch.cuda._sanitizer as sanitizer
 
     import fullshard as fs
@@ -226,10 +227,10 @@ def _watched(offload: str, overlap: bool, split: bool) -> str:
     sanitizer.enable_cuda_sanitizer()
     try:
         kinds = ("master", "state") if offload == "optimizer" else fs.Offload().kinds
-        homes = fs.Offload(kinds=kinds, overlap=overlap, chunk=30_000, split_masters=split)
+        homes = fs.Offload(kinds=kinds, overlap=overlap, chunk=30_000, split_masters=split, slabs=slabs)
         model = fs.shard(net(), precision="bf16", offload=homes, **BLOCKS)
         optimizer = OPTIMIZERS["foreach"](model.parameters())
-        for _ in range(3):
+        for _ in range(4):
             model(torch.randint(0, 64, (4, 32), device="cuda")).float().square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -241,10 +242,12 @@ def _watched(offload: str, overlap: bool, split: bool) -> str:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "slabs"), [(False, None), (True, None), (True, "4MiB")])
 @pytest.mark.parametrize("offload", ["host", "optimizer"])
-def test_copies_do_not_race_with_computing(offload: str, overlap: bool, split: bool) -> None:
-    assert ranks.run(_watched, 1, offload, overlap, split) == ["clean"]
+def test_copies_do_not_race_with_computing(
+    offload: str, overlap: bool, slabs: str | None, split: bool
+) -> None:
+    assert ranks.run(_watched, 1, offload, overlap, split, slabs, fresh=True, timeout_s=120) == ["clean"]
 
 
 def _overlapped(how: str) -> None:
@@ -276,6 +279,47 @@ def _overlapped(how: str) -> None:
 @pytest.mark.parametrize("how", ["parameters", "state dict", "zeroed"])
 def test_what_is_read_behind_a_step_that_goes_on_is_complete(how: str) -> None:
     ranks.run(_overlapped, 1, how)
+
+
+def _late(how: str) -> None:
+    """The update begins half a second after the step has returned, and is read, or loaded over, before."""
+    import fullshard as fs
+    from fullshard.engine.runtime import runtime_of
+
+    torch.manual_seed(0)
+    made = [nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]) for _ in range(2)]
+    on_device = {"device": "1GiB", "one_backward": True}
+    values: list[list[torch.Tensor]] = []
+    for overlap in (False, True):
+        given = on_device if how == "on the device" else {"kinds": ("master", "state")}
+        offload = fs.Offload(overlap=overlap, **given)
+        options = {"precision": "bf16", "offload": offload} | BLOCKS
+        models = [fs.shard(copy.deepcopy(each).cuda(), **options) for each in made]
+        optimizer = torch.optim.AdamW([p for m in models for p in m.parameters()], lr=1e-2, fused=True)
+        transfers = runtime_of(models[0]).lanes[0].homes.transfers
+        found: list[torch.Tensor] = []
+        before: Any = None
+        for step in range(4):
+            torch.manual_seed(step)
+            models[1](models[0](torch.randn(64, 512, device="cuda"))).float().square().mean().backward()
+            if overlap:
+                with transfers.beside():
+                    torch.cuda._sleep(1_000_000_000)
+            optimizer.step()
+            optimizer.zero_grad()
+            if how == "loaded" and step == 1:
+                before = copy.deepcopy(optimizer.state_dict())
+            if how == "loaded" and step == 2:
+                optimizer.load_state_dict(before)
+            if how != "loaded":
+                found += [p.detach().clone() for model in reversed(models) for p in model.parameters()]
+        values.append(found + [p.detach().clone() for model in models for p in model.parameters()])
+    same(*values, how)
+
+
+@pytest.mark.parametrize("how", ["on the device", "two models", "loaded"])
+def test_a_late_update_is_waited_for(how: str) -> None:
+    ranks.run(_late, 1, how)
 
 
 def _used(folder: Path) -> None:
@@ -373,6 +417,7 @@ def _as_computed(strategy: str) -> None:
         "on the device": {"device": "1GiB"},
         "some on the device, overlap": {"device": 2**21, "chunk": 30_000, "overlap": True},
         "overlap, state alone": {"kinds": ("state",), "overlap": True},
+        "overlap, slabs": {"kinds": ("state",), "chunk": 30_000, "overlap": True, "slabs": "4MiB"},
     }
     for name, given in cases.items():
         offload = fs.Offload(one_backward=True, **given)
@@ -417,3 +462,50 @@ def _not_waiting() -> None:
 
 def test_a_step_on_the_device_does_not_wait_for_an_update_that_goes_on() -> None:
     ranks.run(_not_waiting, 1)
+
+
+def _storing() -> None:
+    """What gathers send is on the device: passes need not wait until the rest is back in host memory."""
+    import fullshard as fs
+    from fullshard.engine.runtime import runtime_of
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    results = []
+    for slabs in (None, "400MiB"):
+        offload = None
+        if slabs is not None:
+            offload = fs.Offload(kinds=("master", "state"), overlap=True, slabs=slabs)
+        model = fs.shard(copy.deepcopy(layers).cuda(), precision="bf16", offload=offload, **BLOCKS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        x = torch.randn(64, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        for step in range(4):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if offload is None or step != 2:
+                continue
+            transfers = runtime_of(model).lanes[0].homes.transfers
+            torch.cuda.synchronize()
+            with transfers.down():
+                torch.cuda._sleep(4_000_000_000)  # two seconds: what is stored waits for this
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            torch.cuda.current_stream().synchronize()
+            assert transfers.pending is not None
+            assert not transfers.pending.over()
+            optimizer.step()
+            optimizer.zero_grad()
+        if offload is None:
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.detach().cpu() for p in model.parameters()])
+    same(*results, "stored later")
+
+
+def test_a_forward_does_not_wait_for_what_is_stored_where_slabs_hold_it() -> None:
+    ranks.run(_storing, 1)

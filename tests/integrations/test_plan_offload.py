@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_plan_command import GIB, asked, main
+from torch import nn
 
 import fullshard as fs
 from fullshard.byte_sizes import parse_size
@@ -145,7 +146,7 @@ def test_without_offload_a_model_that_does_not_fit_is_told_what_offload_needs() 
     code, out, _ = main(*SMALL, "--memory", "3GiB", "--offload", "host", "--host-memory", f"{host[1]}GiB")
     assert code == 0
     assert "slabs" in out
-    assert "In a script: fs.shard(model, strategy='zero3', offload=fs.Offload(host=" in out
+    assert "In a script: fs.shard(model, strategy='zero3', precision='bf16', offload=fs.Offload(host=" in out
     code, found = asked(*SMALL)
     assert code == 0
     assert found["offload"] is None
@@ -162,6 +163,63 @@ def test_a_rate_of_computing_gives_a_time_per_step_and_tokens_that_hide_transfer
     assert "At 100 TFLOP/s per rank" in out
 
 
+def least_s(*arguments: str) -> float:
+    _, out, _ = main(*SMALL, "--offload", "optimizer", "--flops", "1TFLOP/s", *arguments)
+    found = re.search(r"a step takes at least ([\d.]+) s", out)
+    assert found
+    return float(found[1])
+
+
+def test_a_step_beside_the_forward_and_with_slabs_beside_backward_takes_less() -> None:
+    link = ("--host-link", "10GB/s")
+    complete, overlap = least_s(*link), least_s(*link, "--overlap")
+    slabs = [least_s(*link, "--overlap", "--slabs", size) for size in ("64MiB", "1GiB", "2GiB", "20GiB")]
+    assert complete > overlap > slabs[0] > slabs[1] == slabs[2] == slabs[3]
+    moving = least_s("--host-link", "10GB/s", "--overlap", "--slabs", "20GiB", "--flops", "1000TFLOP/s")
+    assert slabs[3] == moving, "the link is busy all the time"
+
+
+def test_slabs_that_were_requested_are_planned_and_written_down() -> None:
+    said = (*SMALL, "--offload", "optimizer", "--overlap")
+    _, least = asked(*said)
+    _, found = asked(*said, "--slabs", "3GiB")
+    slabs = [each["strategies"]["zero3"]["slab_bytes"] for each in (least, found)]
+    assert slabs[0] < 0.5 * GIB
+    assert 2.5 * GIB < slabs[1] <= 3 * GIB
+    peaks = [each["strategies"]["zero3"]["peak_bytes"] for each in (least, found)]
+    assert peaks[1] - peaks[0] == slabs[1] - slabs[0]
+    _, out, _ = main(*said, "--slabs", "3GiB", "--host-memory", "64GiB")
+    assert 'overlap=True, slabs="3.0GiB"' in out
+    code, out, _ = main(*said, "--slabs", "3GiB", "--memory", "3GiB", "--checkpoint-activations")
+    assert code == 1
+    assert "Without --slabs zero3 fits here" in out
+
+
+def test_the_line_for_a_script_shards_a_model_as_it_was_planned() -> None:
+    forms = ("--one-backward", "--split-masters", "--overlap", "--slabs", "1GiB", "--checkpoint-activations")
+    said = ("gpt2", "--sequence", "64", "--ranks", "1", "--strategy", "zero3", "--host-memory", "64GiB")
+    code, out, _ = main(*said, *forms)
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("In a script: ")]
+    given = re.fullmatch(r"In a script: fs\.shard\(model, (.*)\)", line)
+    assert given
+    options = eval(f"dict({given[1]})", {"fs": fs})
+    model = fs.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), **options)
+    model(torch.ones(2, 8)).sum().backward()
+    assert options["checkpoint_activations"] is True
+    assert options["offload"].one_backward
+    code, _, err = main(*said, "--one-backward", "--accumulate")
+    assert code == 2
+    assert "Give --strategy zero1 or replicate" in err
+
+
+def test_one_backward_that_does_not_fit_is_told_of_several_ranks() -> None:
+    said = (*SMALL, "--ranks", "1", "--offload", "optimizer", "--one-backward")
+    code, out, _ = main(*said, "--memory", "2GiB")
+    assert code == 1
+    assert "Without --one-backward, which is for one rank, zero3 fits on" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -172,6 +230,11 @@ def test_a_rate_of_computing_gives_a_time_per_step_and_tokens_that_hide_transfer
         (("--host-memory", "512"), "Write it as 512GiB or 2TB."),
         (("--offload", "host", "--host-link", "fast"), "is not a bandwidth"),
         (("--offload", "host", "--flops", "fast"), "Write it as 400TFLOP/s."),
+        (("--overlap",), "--overlap is for --offload"),
+        (("--slabs", "2GiB"), "--slabs is for --offload"),
+        (("--offload", "host", "--slabs", "2GiB"), "Give --overlap as well."),
+        (("--offload", "host", "--overlap", "--slabs", "2"), "Write it as 8GiB."),
+        (("--offload", "host", "--overlap", "--choose"), "Leave it out here"),
     ],
 )
 def test_a_wrong_request_for_offload_is_refused(arguments: tuple[str, ...], answer: str) -> None:

@@ -20,6 +20,7 @@ from fullshard.plan.homes import (
     Free,
     LaneBytes,
     LaneHomes,
+    Resting,
     budget_of,
     choose,
     chunk_of,
@@ -181,6 +182,8 @@ def test_sizes_are_taken_as_people_write_them() -> None:
         {"kinds": ("weights",)},
         {"chunk": 0},
         {"step": "cpu"},
+        {"slabs": "auto", "overlap": True},
+        {"slabs": "1GiB"},
     ],
     ids=str,
 )
@@ -218,29 +221,26 @@ def test_ranks_of_one_host_share_its_budget_and_auto_leaves_room() -> None:
     assert budget_of(Offload(host=400), [CAST], 0, free) == Budget(0, 100, False, node_ranks=4)
     auto = budget_of(Offload(device="auto", host="auto", chunk=5), [CAST], 2**30, free)
     assert auto.host == 600
-    slabs = slab_bytes([CAST], [EVERYTHING], 5)
+    slabs = slab_bytes([CAST], [EVERYTHING], 5, slab_sets(5))
     assert slabs == slab_sets(5) * 90
     assert auto.device == int((99 * 2**30 - slabs) * 0.6)
 
 
 def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
     frozen = LaneBytes(100, 200, 0, 0, 50)
-    assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000) == slab_sets(1000) * 180
-    assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000) == slab_sets(1000) * 160
-    assert slab_bytes([CAST, frozen], [LaneHomes(), EVERYTHING], 1000) == 0
+    assert slab_bytes([CAST, PLAIN], [EVERYTHING, EVERYTHING], 1000, 4) == 4 * 180
+    assert slab_bytes([CAST, PLAIN], [LaneHomes(), EVERYTHING], 1000, 4) == 4 * 160
+    assert slab_bytes([CAST, frozen], [LaneHomes(), EVERYTHING], 1000, 4) == 0
     # A step on the host has there what does not rest there.
-    assert slab_bytes([CAST], [EVERYTHING], 1000, "host") == 0
-    assert (
-        slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, "host")
-        == slab_sets(1000) * 60
-    )
+    assert slab_bytes([CAST], [EVERYTHING], 1000, 4, "host") == 0
+    assert slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, 4, "host") == 4 * 60
 
 
 def test_gradients_that_rest_as_computed_have_a_slab_in_the_dtype_of_the_step_wherever_they_rest() -> None:
     lane = LaneBytes(20, 40, 20, 80, 10)
-    assert slab_bytes([lane], [EVERYTHING], 1000) == slab_sets(1000) * (160 + 40)
-    assert slab_bytes([lane], [LaneHomes(state="host")], 1000) == slab_sets(1000) * (80 + 40)
-    assert slab_bytes([lane], [LaneHomes()], 1000) == 40
+    assert slab_bytes([lane], [EVERYTHING], 1000, 4) == 4 * (160 + 40)
+    assert slab_bytes([lane], [LaneHomes(state="host")], 1000, 4) == 4 * (80 + 40)
+    assert slab_bytes([lane], [LaneHomes()], 1000, 4) == 40
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,35 @@ def test_chunks_grow_with_what_steps_up_to_a_limit(num_elements: int, chunk: int
     assert chunk_of(Offload(overlap=True), num_elements) == chunk * 2**20
     assert chunk_of(Offload(), num_elements) == min(8, chunk) * 2**20
     assert chunk_of(Offload(chunk=7), num_elements) == 7
+
+
+def test_chunks_are_as_large_as_leaves_room_for_some_in_slabs() -> None:
+    def chunk(slabs: str) -> int:
+        return chunk_of(Offload(overlap=True, slabs=slabs), 10**9) // 2**20
+
+    assert [chunk(slabs) for slabs in ("1MiB", "1GiB", "2GiB", "4GiB", "8GiB", "80GiB")] == [
+        4,
+        4,
+        8,
+        16,
+        32,
+        32,
+    ]
+
+
+def test_a_step_beside_backward_has_as_many_chunks_as_its_slabs_hold() -> None:
+    chunk = 8 * 2**20
+    one = slab_bytes([CAST], [EVERYTHING], chunk, 1)
+    assert [slab_sets(chunk, one, n * one + 1, 50) for n in (0, 4, 5, 100)] == [4, 4, 5, 51]
+    resting = Resting((CAST,) * 12, (EVERYTHING,) * 12, Budget(0, None, False), chunk, slabs=7 * one)
+    assert resting.slab_bytes == 7 * one
+    assert resting.share_ahead == 0.5
+    assert replace(resting, slabs=100 * one).slab_bytes == 13 * one, "there are twelve chunks"
+    assert replace(resting, slabs=None).share_ahead == 0
+    assert slab_sets(chunk, 0, one) == slab_sets(chunk), "everything is on the device"
+    free = Free(device=100 * 2**30, host=1000, node_ranks=1)
+    given = Offload(device="auto", overlap=True, slabs="1GiB")
+    assert budget_of(given, [CAST], 0, free).device == int((100 * 2**30 - 8 * 180) * 0.6)
 
 
 def test_chunks_of_a_step_that_is_complete_take_the_same_memory_whatever_their_size() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine.graph_tasks import NO_TASK, current_task
+from fullshard.engine.home import HostHome
 from fullshard.engine.runtime import runtime_of
 
 STEPS = 3
@@ -30,6 +33,7 @@ HOMES: dict[str, Any] = {
     "step on the host": fs.Offload(kinds=("master", "state"), chunk=600, step="host"),
     "compute alone": fs.Offload(kinds=("compute",)),
     "overlap": fs.Offload(overlap=True, chunk=600),
+    "overlap, slabs": fs.Offload(kinds=("master", "state"), overlap=True, chunk=600, slabs="100kB"),
     "split masters": fs.Offload(split_masters=True, chunk=600),
     "split masters, overlap": fs.Offload(kinds=("master", "state"), split_masters=True, overlap=True),
 }
@@ -235,3 +239,38 @@ def _read_behind_a_step() -> None:
 
 def test_a_step_that_goes_on_is_waited_for_by_readers_and_not_by_a_forward() -> None:
     ranks.run(_read_behind_a_step, 1)
+
+
+def _fetched_in_backward() -> list[list[int]]:
+    """Elements of masters and states that are fetched in backward, and in the step, per step."""
+    found = []
+    fetch = HostHome.fetch
+    for slabs in (None, "1kB", "1MB"):
+        offload = fs.Offload(kinds=("master", "state"), chunk=300, overlap=True, slabs=slabs)
+        model = engines.build(lambda: engines.Net(12))
+        model = engines.shard_blocks(model, precision="bf16", offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters())
+        counts = [0, 0]
+
+        def counted(
+            home: HostHome, values: Tensor, start: int, staged: Tensor, counts: list[int] = counts
+        ) -> None:
+            counts[0 if current_task() != NO_TASK else 1] += len(staged)
+            fetch(home, values, start, staged)
+
+        with mock.patch.object(HostHome, "fetch", counted):
+            for step in range(3):
+                counts[:] = 0, 0
+                engines.loss_of(model, engines.batch(step, 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(counts)
+    return found
+
+
+def test_slabs_are_filled_while_backward_computes() -> None:
+    none, some, all_of_it = ranks.run(_fetched_in_backward, 1)[0]
+    assert none[0] == 0
+    assert some[0] > 0 < some[1]
+    assert all_of_it[1] == 0
+    assert none[1] == sum(some) == all_of_it[0]

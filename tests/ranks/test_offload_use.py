@@ -18,7 +18,15 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 
-OFFLOADS = ("host", "optimizer", fs.Offload(chunk=300), fs.Offload(split_masters=True))
+OFFLOADS = (
+    "host",
+    "optimizer",
+    fs.Offload(chunk=300),
+    fs.Offload(split_masters=True),
+    fs.Offload(chunk=300, overlap=True, slabs="200kB"),
+    fs.Offload(kinds=("master", "state"), split_masters=True, overlap=True, slabs="100kB"),
+    fs.Offload(kinds=("state",), overlap=True, slabs="100kB"),
+)
 Run = Callable[[dict[str, Any], Path], Any]
 DEVICE = "cpu"  # tests/gpu sets another one
 
@@ -92,6 +100,89 @@ def edited_between_backward_and_step(options: dict[str, Any], _: Path) -> Any:
                 edit(parameter)
         optimizer.step()
         optimizer.zero_grad()
+    steps(model, optimizer, 3)
+    return values(model)
+
+
+def written_between_backward_and_step(options: dict[str, Any], folder: Path) -> Any:
+    """Masters and states, by all that may write them."""
+    model, optimizer = new(options)
+    steps(model, optimizer, 0, 1)
+    taken = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    path = folder / "written" / hashlib.sha256(str(options).encode()).hexdigest()
+    if not path.exists():
+        fs.save(path, model, optimizer)
+
+    def scaled() -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    def replaced() -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 4
+
+    def forgotten() -> None:
+        optimizer.state.clear()
+
+    def unsharded() -> None:
+        with fs.full(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+
+    def unsharded_behind_counters() -> None:
+        with fs.full(model):
+            for parameter in model.parameters():
+                parameter.detach().data.add_(0.1)
+
+    def stepped() -> None:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    def loaded() -> None:
+        fs.load(path, model, optimizer)
+
+    def loaded_state() -> None:
+        model.load_state_dict(taken[0])
+        optimizer.load_state_dict(taken[1])
+
+    def forward() -> None:
+        with torch.no_grad():
+            engines.loss_of(model, batch(7))
+
+    def regrouped() -> None:
+        optimizer.param_groups[0]["lr"] = 3e-2
+
+    def some_have_none() -> None:
+        for parameter in list(model.parameters())[::3]:
+            parameter.grad = None
+
+    writes = (
+        scaled,
+        replaced,
+        forgotten,
+        unsharded,
+        unsharded_behind_counters,
+        stepped,
+        loaded,
+        loaded_state,
+        forward,
+        regrouped,
+        some_have_none,
+    )
+    for number, write in enumerate(writes):
+        backward(model, number)
+        write()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def with_an_optimizer_that_goes(options: dict[str, Any], _: Path) -> Any:
+    model, optimizer = new(options)
+    steps(model, optimizer, 0, 1)
+    backward(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
     steps(model, optimizer, 3)
     return values(model)
 
@@ -211,6 +302,8 @@ USES: dict[str, Run] = {
         edited_in_fs_full,
         edited_in_place,
         edited_between_backward_and_step,
+        written_between_backward_and_step,
+        with_an_optimizer_that_goes,
         copied,
         frozen_for_a_while,
         adapter_over_a_frozen_base,

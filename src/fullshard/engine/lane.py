@@ -122,7 +122,9 @@ class Lane:
         if not self.permanent:
             self._storage.resize_(0)
         self.operation: Operation | CrossingGather | Mark | None = None  # the gather in flight
-        self.updated: Mark | None = None  # where a step that goes on beside computing has written all of it
+        self.updated: Mark | None = None  # where a step beside computing has written what a gather sends
+        self.stored: Mark | None = None  # where all is in its home that steps have written so far
+        self.num_writes = 0  # how often a step, or user code as far as it was seen, has written the master
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
@@ -195,9 +197,9 @@ class Lane:
         `keep`: on several nodes, what came from the others stays until then.
         """
         self._take_changes()
+        self._let_gradients_go()
         if self.permanent:
             return
-        self._let_gradients_go()
         self.wait()  # for what an interrupted call left in flight: its memory is about to be used again
         if self.unsharded is not None:
             self._allocate()
@@ -237,8 +239,6 @@ class Lane:
         if self._node_share is not None:
             self._node_share.forget(frees=self.operation is None)
 
-    def _take_changes(self) -> None:
-        """By an optimizer's step, and by user code."""
     def _let_gradients_go(self) -> None:
         """Those of the last step, when a forward begins and no parameter has its own any more."""
         gradients = self.gradients
@@ -247,6 +247,8 @@ class Lane:
         if all(parameter.grad is None for parameter in self.parameters):
             gradients.let_go()
 
+    def _take_changes(self) -> None:
+        """By an optimizer's step, and by user code."""
         if self.updated is not None:
             self.updated.wait()
             self.updated = None
@@ -279,10 +281,19 @@ class Lane:
         usable = self.home.kind == "host" and self.dtypes.rest == self.dtypes.compute
         return self.home, self.rest if usable else None
 
+    @property
+    def sends_from_device(self) -> bool:
+        """Whether what a gather sends rests on the compute device."""
+        shard = self.compute_shard
+        if shard is not None and shard.is_current:
+            return shard.home.kind == "device"
+        return self.home.kind == "device"
+
     def follow_edits(self) -> None:
         """What is derived from a master that rests elsewhere is derived anew if user code wrote it."""
         if self._edits is not None and self._edits.seen():
             self._edits.forget()
+            self.num_writes += 1
             if isinstance(self.home, DiskHome):
                 self.home.edited(self.rest)
             if self.compute_shard is not None:
@@ -295,6 +306,7 @@ class Lane:
 
     def stepped(self) -> None:
         """An optimizer's step wrote the sharded parameters, and the compute shard with them."""
+        self.num_writes += 1
         if self._edits is not None:
             self._edits.forget()
 

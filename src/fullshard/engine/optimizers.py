@@ -324,13 +324,15 @@ def _wraps_another(optimizer: Optimizer) -> bool:
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
     if _wraps_another(optimizer):
         return None
-    lanes, chunks, steps = [], [], set()
+    lanes, chunks, sets, steps, ahead = [], [], [], set(), False
     for runtime in runtimes:
         if any(lane.streams_steps for lane in runtime.lanes):
             lanes += runtime.lanes
             offload = runtime.options.offload or Offload()
             chunks.append(runtime.plan.step_chunk)
+            sets.append(runtime.plan.slab_sets)
             steps.add((offload.step, offload.overlap))
+            ahead |= offload.slabs is not None
     if not lanes:
         return None
     if len(steps) > 1:
@@ -339,7 +341,7 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
             "Give these models the same fs.Offload(step=..., overlap=...), or an optimizer each.",
         )
     step, overlap = steps.pop()
-    return StreamedStep(optimizer, lanes, min(chunks), step == "host", overlap)
+    return StreamedStep(optimizer, lanes, min(chunks), min(sets), step == "host", overlap, ahead)
 
 
 def streamed_step(optimizer: Optimizer) -> StreamedStep | None:

@@ -502,6 +502,8 @@ class Runtime:
         self._follow_user()  # a pass may have come since, with parameters frozen for it alone
         self._tasks = [current_task()]
         self._values_in_backward = self._current_values()
+        for transfers in self._stepping:
+            transfers.fetch_ahead()
         schedule = self.gathering.begin_backward()
         self.reduction.diverges = schedule.diverges
         with torch.no_grad():

@@ -8,9 +8,13 @@ that the optimizer skips it. An element-wise step is the same for any cut: this 
     step       the optimizer's own code                       on the compute stream
     store      master, compute shard, states: slab -> home    on the stream to the host
 
-Slabs are allocated once, some sets of each kind (`plan.homes.slab_sets`): while one chunk steps, the next is
+Slabs are allocated once, some sets of each kind (`plan.slab_sets`): while one chunk steps, the next is
 fetched and the last is stored. What rests on the compute device is used where it is. What rests on the host
 comes as soon as this process asks for it, although the device may still compute gradients.
+
+This process asks late: it waits where a device has a thousand launches before it, most of a backward. So
+with `fs.Offload(slabs=...)` it asks when backward begins, for as many chunks as there are slabs. What has
+been written at rest since then, by user code or by ours, is fetched again.
 
 With `fs.Offload(step="host")` the chunk is on the host instead, and the streams change places.
 
@@ -59,7 +63,6 @@ from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
 from fullshard.host_memory import host_zeros
-from fullshard.plan.homes import slab_sets
 from fullshard.plan.layout import round_up, shard_shape
 from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
@@ -128,8 +131,10 @@ class Span:
         place = self.at_rest(key, index)
         if isinstance(place, BlockState):
             if value is not place:
+                self.lane.homes.transfers.synchronize()
                 place.write(value)
         elif value.data_ptr() != place.data_ptr():
+            self.lane.homes.transfers.synchronize()  # what is on its way is read from here, or stored here
             place.copy_(value)
 
 
@@ -225,7 +230,14 @@ class StreamedStep:
     under_way: StreamedStep | None = None  # of this process
 
     def __init__(
-        self, optimizer: Optimizer, lanes: Sequence[Lane], chunk: int, on_host: bool, overlap: bool
+        self,
+        optimizer: Optimizer,
+        lanes: Sequence[Lane],
+        chunk: int,
+        sets: int,
+        on_host: bool,
+        overlap: bool,
+        ahead: bool,
     ) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
@@ -244,7 +256,8 @@ class StreamedStep:
         self._places = {span.lane.parameters[i]: (span, i) for span in self._spans for i in span.indices}
         size = max((c.stop - c.start for c in self._chunks), default=0)
         self._site = _Site(self._transfers, on_host)
-        self._slabs = deque(_Slabs(round_up(size, BLOCK), self._site) for _ in range(slab_sets(chunk)))
+        self._idle = deque(_Slabs(round_up(size, BLOCK), self._site) for _ in range(sets))
+        self._ahead: dict[int, _Staged] = {}  # fetched in backward for the next step, by id of the chunk
         self._near_slabs = _Slabs(round_up(size, BLOCK), self._site)
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, ElementState] = {}
@@ -252,9 +265,15 @@ class StreamedStep:
         self._numbers_on_device = False
         self._num_states = 0
         self._begun: Mark | None = None
+        self._stored_before: dict[int, Mark | None] = {}  # by lane: what steps before this one have stored
         self._overlap = overlap
         if overlap:
             optimizer.register_state_dict_pre_hook(partial(_settle, self._transfers))
+        if ahead:
+            self._transfers.call_in_backward(self.fetch_ahead)
+        if overlap:
+            # Slabs go with this object, and copies from and to them may be on their way.
+            weakref.finalize(self, Transfers.wait_for_copies, self._transfers).atexit = False
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -286,6 +305,7 @@ class StreamedStep:
         if not self._hidden:
             return
         self._begun = self._transfers.now()  # behind what computed gradients that rest on the device
+        self._stored_before = {id(lane): lane.stored for lane in self._lanes}
         before = Numbers(self._optimizer)
         groups = self._optimizer.param_groups
         self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
@@ -307,6 +327,8 @@ class StreamedStep:
                 raise
         finally:
             StreamedStep.under_way = None
+            self._idle += [staged.slabs for staged in self._ahead.values()]  # of chunks without gradients
+            self._ahead.clear()
             for parameter, gradient in others:
                 parameter.grad = gradient
         for lane in self._lanes:
@@ -318,20 +340,55 @@ class StreamedStep:
     def _run(self, chunks: Sequence[Chunk], before: Numbers, step: Callable[[], Any]) -> None:
         """Fetches run ahead of steps by all slab sets but one."""
         fetched: deque[_Staged] = deque()
-        for chunk in chunks:
-            parameters = chunk.span.lane.parameters
-            shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
-            if not shown:
-                continue
-            if _is_near(chunk, self._site.on_host):
-                self._finish_chunk(self._fetch(chunk, shown, self._near_slabs), before, step)
-                continue
-            if len(fetched) == len(self._slabs) - 1:
-                self._finish_chunk(fetched.popleft(), before, step)
-            self._slabs.rotate()
-            fetched.append(self._fetch(chunk, shown, self._slabs[0]))
-        while fetched:
-            self._finish_chunk(fetched.popleft(), before, step)
+        try:
+            for chunk in chunks:
+                parameters = chunk.span.lane.parameters
+                shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
+                if not shown:
+                    continue
+                if _is_near(chunk, self._site.on_host):
+                    self._finish_chunk(self._fetch(_Staged(chunk, shown, self._near_slabs)), before, step)
+                    continue
+                staged = self._ahead.pop(id(chunk), None)
+                if staged is None:
+                    while len(self._idle) == 1 and fetched:
+                        self._finish_chunk(fetched[0], before, step)
+                        self._idle.append(fetched.popleft().slabs)
+                    staged = _Staged(chunk, shown, self._idle_slabs())
+                staged.shown = shown
+                fetched.append(staged)
+                self._fetch(staged)
+            while fetched:
+                self._finish_chunk(fetched[0], before, step)
+                self._idle.append(fetched.popleft().slabs)
+        finally:
+            self._idle += [staged.slabs for staged in fetched]
+
+    def _idle_slabs(self) -> _Slabs:
+        if len(self._idle) == 1 and self._ahead:  # they have chunks whose turn comes later
+            self._idle.append(self._ahead.popitem()[1].slabs)
+        return self._idle.popleft()
+
+    def fetch_ahead(self) -> None:
+        """What a chunk has at rest comes into a slab, as long as one is idle, except gradients."""
+        if self._ahead or StreamedStep.under_way is not None:
+            return
+        for chunk in self._in_memory:
+            if len(self._idle) == 1:
+                return
+            is_trained = any(chunk.span.lane.parameters[part.index].requires_grad for part in chunk.parts)
+            if is_trained and chunk.span.states and not _is_near(chunk, self._site.on_host):
+                staged = self._ahead[id(chunk)] = _Staged(chunk, [], self._idle.popleft())
+                self._place(staged)
+                staged.written = self._writes_of(staged)
+                self._copy(staged, list(staged.places()), staged.slabs.free, chunk.span.lane.stored)
+
+    @staticmethod
+    def _writes_of(staged: _Staged) -> tuple[Any, ...]:
+        """It is another one when values at rest may have been written."""
+        lane, states = staged.chunk.span.lane, staged.chunk.span.states
+        seen = [(key, flat._version) for key, flat in states.items()]
+        return lane.num_writes, lane.homes.transfers.num_writes, tuple(seen)
 
     @contextmanager
     def _beside(self, before: Numbers) -> Iterator[None]:
@@ -340,9 +397,13 @@ class StreamedStep:
             yield
             self._transfers.synchronize()  # the host may read what rests there
             return
-        with self._transfers.beside():
+        models = {lane.homes.transfers for lane in self._lanes}  # one optimizer may hold several
+        with self._transfers.beside(*(transfers.mark_gathers() for transfers in models)):
             yield
-        self._transfers.pending = self._transfers.mark_down()
+            with self._transfers.down(self._transfers.now()):  # some chunks are stored nowhere
+                over = self._transfers.mark_down()
+        for transfers in models:
+            transfers.pending = over
         for lane in self._lanes:
             if lane.gradients is not None:
                 lane.gradients.holder.read_until(lane.updated)
@@ -419,46 +480,60 @@ class StreamedStep:
 
     # ---- one chunk
 
-    def _fetch(self, chunk: Chunk, shown: list[Part], slabs: _Slabs) -> _Staged:
-        lane, span = chunk.span.lane, chunk.span
-        for part in shown:
+    def _fetch(self, staged: _Staged) -> _Staged:
+        chunk, lane, slabs = staged.chunk, staged.chunk.span.lane, staged.slabs
+        for part in staged.shown:
             if part.is_first:
                 parameter = lane.parameters[part.index]
-                state = ElementState(self._optimizer, span, part.index, parameter)
+                state = ElementState(self._optimizer, chunk.span, part.index, parameter)
                 if self._numbers_on_device:
                     state.move_numbers(self._site.device)
                 self._states[parameter] = state
-        staged = _Staged(chunk, shown, slabs)
-        gradients = lane.gradients
+        gradients, landed = lane.gradients, None
         if self._site.on_host:
             self._site.wait(slabs.free)
             if gradients is not None:
                 gradients.settle()
-        landed = None if gradients is None else gradients.landed
+        is_here = staged.written is not None and staged.written == self._writes_of(staged)
+        self._place(staged)  # in the same slabs, if it is here; what is used where it rests may have moved
+        places = [] if is_here else list(staged.places())
+        if gradients is not None:
+            landed = gradients.landed
+            gradients.take_memory()  # where the user has set all of a lane's, it has none
+            given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
+            staged.gradients = given
+            places.append(given)
+        # Only what rests on the compute device may have been written there.
+        written = self._site.on_host or any(place.is_copy and place.home.kind == "device" for place in places)
+        after = slabs.free, self._stored_before[id(lane)], landed, self._begun if written else None
+        self._copy(staged, places, *after)
+        return staged
+
+    @staticmethod
+    def _place(staged: _Staged) -> None:
+        """Where the values of a chunk are while it steps, but for gradients."""
+        chunk, span, slabs = staged.chunk, staged.chunk.span, staged.slabs
+        lane = span.lane
+        staged.parts = None
         if isinstance(lane.rest, SplitValues):
             staged.parts = slabs.parts(chunk, lane, lane.rest)
-            master = slabs.joined(chunk, lane)
+            staged.master = slabs.joined(chunk, lane)
         else:
-            master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
-        states = {key: staged.place_of_state(key) for key in span.states}
-        given = None
-        if gradients is not None:
-            given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
-        staged.master, staged.states, staged.gradients = master, states, given
-        copied = [place for place in staged.places() if place.is_copy]
+            staged.master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
+        staged.states = {key: staged.place_of_state(key) for key in span.states}
+
+    def _copy(self, staged: _Staged, places: Sequence[_Place], *after: Mark | None) -> None:
+        copied = [place for place in places if place.is_copy]
         if not copied:
-            staged.fetched = slabs.free
-            return staged
-        # Only what rests on the compute device may have been written there.
-        written = self._site.on_host or any(place.home.kind == "device" for place in copied)
-        with self._site.inbound(slabs.free, landed, self._begun if written else None):
+            staged.fetched = staged.fetched or staged.slabs.free
+            return
+        with self._site.inbound(*after):
             for place in copied:
                 if place.is_on_disk:
                     place.read_ahead()
                 else:
                     place.fetch()
             staged.fetched = self._site.mark_inbound()
-        return staged
 
     def _fetch_from_disk(self, staged: _Staged) -> None:
         """Reads ran ahead as far as there are buffers."""
@@ -522,9 +597,9 @@ class StreamedStep:
             with self._site.outbound(stepped):
                 for place in places:
                     place.store()
-                staged.slabs.free = stepped = self._site.mark_outbound()
+                staged.slabs.free = lane.stored = self._site.mark_outbound()
         if self._overlap:
-            lane.updated = stepped
+            lane.updated = stepped if lane.sends_from_device else lane.stored
 
     def _take_states(self, staged: _Staged, part: Part) -> None:
         """What the step has made or replaced for one parameter goes into its place."""
@@ -746,8 +821,9 @@ class _Staged:
     parts: tuple[_Place, _Place, _Place] | None = None  # of a split master: compute shard, 16 bits, bitmap
     master: _Place = field(init=False)
     states: dict[_Key, _Place] = field(init=False)
-    gradients: _Place | None = field(init=False)
-    fetched: Mark | None = field(init=False)
+    gradients: _Place | None = None
+    fetched: Mark | None = None
+    written: tuple[Any, ...] | None = None  # what was seen of values at rest when they came ahead of the step
 
     def places(self) -> Iterator[_Place]:
         yield self.master

@@ -13,7 +13,9 @@ On ranks that compute on the host there are no streams: a copy is over when its 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,12 +27,12 @@ HELD = 2  # device buffers whose values are on their way to the host
 UPDATE_STREAMS, CHUNKS_PER_STREAM = 3, 64
 
 
-class Mark:
-    """A point on a stream."""
 def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class Mark:
+    """A point on a stream."""
 
     __slots__ = ("_event", "_stream")
 
@@ -71,6 +73,8 @@ class Transfers:
         self._chunks = 0
         self._held: deque[tuple[torch.Tensor, Mark]] = deque()
         self.pending: Mark | None = None  # behind a step that goes on beside what follows it
+        self.num_writes = 0  # how often the host may have written, by our own code, what rests there
+        self._fetching: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def now(self) -> Mark:
         """Behind what the compute stream was given so far."""
@@ -98,10 +102,10 @@ class Transfers:
     def mark_down(self) -> Mark:
         return Mark(self._down)
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """A step begins behind what the compute stream was given so far, and goes on beside it."""
-        self._on(self._up, (self.mark_down(),))  # it fetches what the last one has stored
-        self._on(self._down, (self.mark_gathers(),))
+    def beside(self, *read: Mark) -> AbstractContextManager[Any]:
+        """A step begins behind what the compute stream was given so far, and goes on beside it. What it
+        writes to the host is read there until these marks."""
+        self._on(self._down, read)
         return self._on(self._updates[0], (self.now(),))
 
     def turn(self) -> None:
@@ -134,13 +138,31 @@ class Transfers:
             self._held[0][1].wait()
             self._held.popleft()
 
+    def call_in_backward(self, fetch: Callable[[], None]) -> None:
+        """At the beginning of each backward, as long as the object of this method lives."""
+        self._fetching.append(weakref.WeakMethod(fetch))
+
+    def fetch_ahead(self) -> None:
+        """Backward begins: what the next step needs may come meanwhile."""
+        if self._fetching:
+            self._fetching = [reference for reference in self._fetching if reference() is not None]
+            for fetch in (reference() for reference in self._fetching):
+                if fetch is not None:
+                    fetch()
+
+    def wait_for_copies(self) -> None:
+        """The host waits for copies of steps: their memory on the device goes."""
+        self.mark_up().synchronize()
+        self.mark_down().synchronize()
+
     def synchronize(self) -> None:
-        """The host waits for all copies."""
+        """The host waits for all copies: it may be about to write what they read."""
         self.pending = None
+        self.num_writes += 1
         for stream in (self._up, self._gathers, *self._updates, self._down):
             if stream is not None:
                 stream.synchronize()
-                self._held.clear()
+        self._held.clear()
 
     def settle(self) -> None:
         """The host waits for a step that goes on, if there is one: it is about to read what that writes."""

@@ -28,6 +28,7 @@ KINDS = ("compute", "master", "gradients", "state")
 # forward would keep the host from issuing that forward. In elements; the last with overlap.
 SMALLEST_CHUNK, LARGE_CHUNK, LARGEST_CHUNK = 4 * 2**20, 8 * 2**20, 32 * 2**20
 CHUNKS = 512  # at most, where they need not be larger than that
+SLABS_OF_LARGE, SLAB_BYTES = 8, 18  # sets that large chunks leave room for, and their bytes per element
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
@@ -142,7 +143,9 @@ def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, fre
     if device == "auto":
         away = [LaneHomes("host", "host", "host", "host")] * len(lanes)
         chunk = chunk_of(offload, trained_elements(lanes))
-        slabs = slab_bytes(lanes, away, chunk) if offload.step == "device" else 0
+        one, count = slab_bytes(lanes, away, chunk, 1), num_chunks(lanes, away, chunk)
+        sets = slab_sets(chunk, one, offload.slab_limit, count)
+        slabs = slab_bytes(lanes, away, chunk, sets) if offload.step == "device" else 0
         room = free.device - full_bytes - slabs
         device = max(0, int(room * AUTO_SHARE))
     if host == "auto":
@@ -287,12 +290,26 @@ def chunk_of(offload: Offload, num_elements: int) -> int:
     if offload.chunk is not None:
         return offload.chunk
     fitting = 1 << (max(1, -(-num_elements // CHUNKS)) - 1).bit_length()
+    if offload.slab_limit is not None:  # this process prepares a large chunk as fast as a small one
+        room = offload.slab_limit // (SLABS_OF_LARGE * SLAB_BYTES)
+        fitting = max(fitting, 1 << max(0, room.bit_length() - 1))
     return min(max(SMALLEST_CHUNK, fitting), LARGEST_CHUNK if offload.overlap else LARGE_CHUNK)
 
 
-def slab_sets(chunk: int) -> int:
-    """Chunks of a streamed step where it runs at once: one is fetched, one steps, one is stored."""
-    return 8 if chunk <= SMALLEST_CHUNK else 4
+def slab_sets(chunk: int, set_bytes: int = 0, slabs: int | None = None, num_chunks: int = 0) -> int:
+    """Chunks of a streamed step where it runs at once: one is fetched, one steps, one is stored; or as many
+    as `slabs` bytes hold, if there are so many."""
+    least = 8 if chunk <= SMALLEST_CHUNK else 4
+    if slabs is None or not set_bytes:
+        return least
+    return max(least, min(slabs // set_bytes, num_chunks + 1))  # one is free while others wait
+
+
+def num_chunks(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
+    """Chunks of which a step fetches values."""
+    pairs = zip(lanes, homes, strict=True)
+    fetched = (lane.num_elements for lane, home in pairs if lane.gradients and home.streams_steps)
+    return sum(-(-num_elements // chunk) for num_elements in fetched)
 
 
 def trained_elements(lanes: Sequence[LaneBytes]) -> int:
@@ -300,7 +317,7 @@ def trained_elements(lanes: Sequence[LaneBytes]) -> int:
 
 
 def slab_bytes(
-    lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
+    lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, sets: int, step: str = "device"
 ) -> int:
     """Memory of a streamed step where it runs: sets of a chunk of each kind that rests elsewhere.
 
@@ -328,7 +345,7 @@ def slab_bytes(
                 by_kind[name] = max(by_kind.get(name, 0), each)
         if lane.as_computed:
             by_kind["cast gradients"] = lane.rest // lane.num_elements
-    return int(num_elements * (slab_sets(chunk) * sum(fetched.values()) + sum(near.values())))
+    return int(num_elements * (sets * sum(fetched.values()) + sum(near.values())))
 
 
 @dataclass(frozen=True)
@@ -340,6 +357,8 @@ class Resting:
     budget: Budget
     chunk: int
     step: str = "device"  # where an optimizer's step runs
+    slabs: int | None = None  # bytes for its chunks, if there may be more of them than it needs
+    overlap: bool = False  # it goes on beside the next forward
 
     def bytes_at(self, place: Place, kind: str | None = None) -> int:
         """Of one rank, of one kind or of all."""
@@ -360,9 +379,24 @@ class Resting:
         return self.bytes_at("disk") * DISK_SLOTS * self.budget.node_ranks
 
     @property
+    def slab_sets(self) -> int:
+        one = slab_bytes(self.lanes, self.homes, self.chunk, 1, self.step)
+        return slab_sets(self.chunk, one, self.slabs, self._num_chunks)
+
+    @property
+    def _num_chunks(self) -> int:
+        return num_chunks(self.lanes, self.homes, self.chunk)
+
+    @property
     def slab_bytes(self) -> int:
         """Of each rank, where its steps run, from the first one on."""
-        return slab_bytes(self.lanes, self.homes, self.chunk, self.step)
+        return slab_bytes(self.lanes, self.homes, self.chunk, self.slab_sets, self.step)
+
+    @property
+    def share_ahead(self) -> float:
+        """Of what a step fetches, the part that comes while backward computes."""
+        count = self._num_chunks
+        return 0.0 if self.slabs is None or not count else min(1.0, (self.slab_sets - 1) / count)
 
     def describe(self, index: int) -> str:
         """The homes of one lane: 'host', or 'device; state host'."""
@@ -383,5 +417,11 @@ def rest_under(
     each = tuple(bytes_of(lane, strategy == "replicate") for lane in lanes)
     budget = budget_of(offload, each, full_bytes, free)
     homes = choose(each, budget, more_hosts=strategy not in ("replicate", "hybrid"))
-    chunk = chunk_of(offload, trained_elements(each))
-    return Resting(each, tuple(homes), budget, chunk, offload.step)
+    return resting_of(offload, each, homes, budget)
+
+
+def resting_of(
+    offload: Offload, lanes: tuple[LaneBytes, ...], homes: Sequence[LaneHomes], budget: Budget
+) -> Resting:
+    chunk = chunk_of(offload, trained_elements(lanes))
+    return Resting(lanes, tuple(homes), budget, chunk, offload.step, offload.slab_limit, offload.overlap)

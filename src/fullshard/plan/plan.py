@@ -29,6 +29,7 @@ from fullshard.plan.homes import (
     chunk_of,
     rest_under,
     slab_bytes,
+    slab_sets,
     trained_elements,
 )
 from fullshard.plan.layout import Layout, align_elements, laid_out_elements, lay_out, with_regions
@@ -209,7 +210,12 @@ class Plan:
         if self.resting is not None:
             return self.resting.slab_bytes
         lanes = self._lane_bytes
-        return slab_bytes(lanes, [LaneHomes()] * len(lanes), self.step_chunk)
+        return slab_bytes(lanes, [LaneHomes()] * len(lanes), self.step_chunk, self.slab_sets)
+
+    @property
+    def slab_sets(self) -> int:
+        """Chunks of an optimizer's step that are under way at once."""
+        return slab_sets(self.step_chunk) if self.resting is None else self.resting.slab_sets
 
     @property
     def step_chunk(self) -> int:

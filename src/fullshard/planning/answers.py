@@ -14,6 +14,7 @@ from fullshard.errors import FullshardError, OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
 from fullshard.plan.plan import planned_levels
+from fullshard.plan.schedule import Phase
 from fullshard.plan.units import Unit, find_units
 from fullshard.planning.adapters import Adapters
 from fullshard.planning.failures import explained, refuse_frozen
@@ -69,6 +70,14 @@ class Question:
             )
         if not 0 <= self.spare < 1:
             raise OptionError(f"{self.spare:.0%} of the memory to spare", "Give 0 to 99 percent.")
+        if self.accumulate and self.offload is not None and self.offload.one_backward:
+            adding = [name for name in self.strategies if name not in ("zero1", "replicate")]
+            if adding:
+                raise OptionError(
+                    f"{', '.join(adding)} add micro-batches to gradients at rest, and --one-backward keeps "
+                    "those of one backward",
+                    "Give --strategy zero1 or replicate, or leave out --accumulate or --one-backward.",
+                )
         inner = self.node_ranks
         if "hybrid" in self.strategies and inner is None:
             raise OptionError("strategy 'hybrid' shards inside a node", "Give --node-ranks.")
@@ -150,7 +159,11 @@ class Answer:
     @property
     def flop(self) -> float:
         """Floating point operations of one rank's step."""
-        return sum(work.flop for moment in self.step.trace.moments for work in moment.work)
+        return self.flop_of("forward") + self.flop_of("backward")
+
+    def flop_of(self, phase: Phase) -> float:
+        moments = (moment for moment in self.step.trace.moments if moment.call.phase == phase)
+        return sum(work.flop for moment in moments for work in moment.work)
 
     def moving_s(self, one: Need) -> float:
         """Between homes, per step."""
@@ -273,9 +286,12 @@ def _advice(answer: Answer, step: Step) -> list[str]:
             f"{size(least.rest)} at rest and {size(least.peak)} at the peak ({least.moment})."
         )
     lines += _kept_line(answer, step)
+    lines += _slabs_line(question, step)
     lines += _offload_line(question, step)
     fewest = _fewest(step, question)
-    lines.append(_ranks_line("With these options", fewest, question))
+    one_backward = question.offload is not None and question.offload.one_backward
+    how = "Without --one-backward, which is for one rank" if one_backward else "With these options"
+    lines.append(_ranks_line(how, fewest, question))
     if not question.recompute:
         again = replace(question, recompute=True)
         other, _ = step_of(answer.subject, again)
@@ -307,6 +323,18 @@ def _kept_line(answer: Answer, step: Step) -> list[str]:
                     f"With fs.shard(model, {options}) {one.strategy} fits here: {size(freed.peak)} at the "
                     "peak. --choose considers it."
                 ]
+    return []
+
+
+def _slabs_line(question: Question, step: Step) -> list[str]:
+    """Whether a strategy fits where chunks of a step have no more memory than they need."""
+    request = question.offload
+    if request is None or request.slabs is None:
+        return []
+    without = replace(question, offload=replace(request, slabs=None))
+    for one in (_need(step, without, strategy) for strategy in question.strategies):
+        if without.fits(one):
+            return [f"Without --slabs {one.strategy} fits here: {size(one.peak)} at the peak."]
     return []
 
 
@@ -383,6 +411,8 @@ def _fewest(step: Step, question: Question) -> int | None:
     """
     inner = question.node_ranks if question.offload is None else question.host_ranks
     each = inner or 1
+    if question.offload is not None:  # gradients of several ranks are sums
+        question = replace(question, offload=replace(question.offload, one_backward=False))
 
     def fits(nodes: int) -> bool:
         other = replace(question, ranks=nodes * each, node_ranks=inner, strategies=("zero3",))

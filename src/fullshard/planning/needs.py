@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.transfers import HELD
+from fullshard.offload import Offload
 from fullshard.options import Options
 from fullshard.plan.homes import (
     KINDS,
@@ -28,6 +29,7 @@ from fullshard.plan.homes import (
     Resting,
     bytes_of,
     placed,
+    resting_of,
 )
 from fullshard.plan.plan import LanePlan, Plan, plan_of
 from fullshard.plan.schedule import Call, across_limit, in_flight_limit
@@ -137,8 +139,8 @@ def need(step: Step, ranks: int, options: Options, budget: Budget | None = None)
     plan = plan_of(step.units, ranks, options, step.path)
     if budget is not None:
         lanes = tuple(bytes_of(x, options.replicated) for unit in plan.units for x in unit.lanes)
-        homes = tuple(placed(lanes, budget)[0])
-        plan = replace(plan, resting=Resting(lanes, homes, budget, plan.step_chunk))
+        homes = placed(lanes, budget)[0]
+        plan = replace(plan, resting=resting_of(options.offload or Offload(), lanes, homes, budget))
     rest = _at_rest(step, plan)
     return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
 

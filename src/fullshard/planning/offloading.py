@@ -31,6 +31,8 @@ class Request:
     flops: float | None = None
     one_backward: bool = False  # gradients rest as they were computed
     split_masters: bool = False  # on the host, masters rest as what restores them
+    overlap: bool = False  # an optimizer's step goes on beside the next forward
+    slabs: int | None = None  # bytes for chunks of such a step
 
     def __post_init__(self) -> None:
         if self.how not in PRESETS:
@@ -39,14 +41,23 @@ class Request:
             raise OptionError(
                 "a disk takes what host memory cannot hold, and that has no limit", "Give --host-memory."
             )
-        for name, value in (("--host-memory", self.host_bytes), ("--disk", self.disk_bytes)):
+        if self.slabs is not None and not self.overlap:
+            raise OptionError("--slabs are for chunks of a step that goes on", "Give --overlap as well.")
+        given = {"--host-memory": self.host_bytes, "--disk": self.disk_bytes, "--slabs": self.slabs}
+        for name, value in given.items():
             if value is not None and value < 2**20:  # a bare 512 is 512 bytes
-                raise OptionError(f"{name} is {value} bytes", "Write it as 512GiB or 2TB.")
+                remedy = "Write it as 8GiB." if name == "--slabs" else "Write it as 512GiB or 2TB."
+                raise OptionError(f"{name} is {value} bytes", remedy)
 
     @property
     def option(self) -> Offload:
         """What lanes depend on, whatever the budget."""
-        return Offload(one_backward=self.one_backward, split_masters=self.split_masters)
+        return Offload(
+            one_backward=self.one_backward,
+            split_masters=self.split_masters,
+            overlap=self.overlap,
+            slabs=self.slabs,
+        )
 
     def budget(self, spare: float, node_ranks: int, activation_bytes: int) -> Budget:
         """With nothing on the device that may leave it. `activation_bytes`: of each rank, on the host too."""
@@ -101,4 +112,6 @@ def as_option(one: Need, request: Request) -> str:
         parts.append(f"kinds={budget.kinds!r}")
     parts += ["one_backward=True"] * request.one_backward
     parts += ["split_masters=True"] * request.split_masters
+    parts += ["overlap=True"] * request.overlap
+    parts += [] if request.slabs is None else [f'slabs="{size_option(request.slabs)}"']
     return f"fs.Offload({', '.join(parts)})"

@@ -22,7 +22,7 @@ from fullshard.planning.needs import Step
 from fullshard.planning.network import Load, Network, Placement
 from fullshard.planning.times import Times
 from fullshard.planning.tracing import Trace, direct_weights
-from fullshard.planning.transfers import transfers_of
+from fullshard.planning.transfers import transfers_of, waited_s
 
 # Bytes that an optimizer's step reads and writes per element, fp32. Those that torch runs as lists of tensors
 # pass over them several times.
@@ -371,7 +371,7 @@ class _Walked:
         self._now = max(self._now, self._last) + self._inputs_of_blocks()
         self._regather()
         optimizer_s, moving_s = self._optimizer()
-        self._now += max(optimizer_s, moving_s)
+        self._now += max(optimizer_s, self._waited_s(moving_s))
         device, links = self._device, self._links
         compute_s = sum(self._timer.moment_s) + self._engine_s + optimizer_s
         host_s = self._launches() * device.launch_s
@@ -397,11 +397,15 @@ class _Walked:
         moved_s = self._step.trace.host_bytes / self._machine.host.link_one_way
         self._links.up.used_s += moved_s
         self._links.down.used_s += moved_s
-        forward_s = backward_s = 0.0
-        for moment, spent in zip(self._step.trace.moments, self._timer.moment_s, strict=True):
-            forward_s += spent if moment.call.phase == "forward" else 0.0
-            backward_s += spent if moment.call.phase == "backward" else 0.0
+        forward_s, backward_s = self._computing()
         return max(0.0, moved_s - forward_s) + max(0.0, moved_s - backward_s)
+
+    def _computing(self) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        spent: dict[str, float] = {"forward": 0.0, "backward": 0.0}
+        for moment, seconds in zip(self._step.trace.moments, self._timer.moment_s, strict=True):
+            spent[moment.call.phase] += seconds
+        return spent["forward"], spent["backward"]
 
     def _regather(self) -> None:
         """With replicate every rank gets all sums."""
@@ -417,6 +421,10 @@ class _Walked:
                 size = lane.layout.total * lane.dtypes.rest.itemsize
                 over = max(over, links.send("regather", self._now, links.load("gather", size, placement)))
         self._now = over
+
+    def _waited_s(self, moving_s: float) -> float:
+        resting = self._plan.resting
+        return moving_s if resting is None else waited_s(moving_s, resting, *self._computing())
 
     def _optimizer(self) -> tuple[float, float]:
         """Seconds of computing, and of moving what rests elsewhere."""

@@ -74,6 +74,18 @@ class Transfers:
         return self.pass_s(rates, node_ranks) + self.step_s(rates, node_ranks)
 
 
+def waited_s(moving_s: float, resting: Resting, forward_s: float, backward_s: float) -> float:
+    """Of the seconds that an optimizer's step moves values, those that computing does not hide.
+
+    With overlap it goes on beside the next forward; and beside backward what slabs hold is stored, and as
+    much is fetched for the step after it.
+    """
+    if not resting.overlap or resting.disk_bytes:
+        return moving_s
+    beside_backward = min(backward_s, moving_s * resting.share_ahead)
+    return max(0.0, moving_s - forward_s - beside_backward)
+
+
 def transfers_of(resting: Resting, gathers: list[int]) -> Transfers:
     """`gathers` by lane: how often a step gathers its unit."""
     lanes = zip(resting.lanes, resting.homes, gathers, strict=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fullshard.planning.adapters import Adapters
-    from fullshard.planning.answers import Answer
+    from fullshard.planning.answers import Answer, Question
     from fullshard.planning.machines import Machine
     from fullshard.planning.needs import Need
     from fullshard.planning.offloading import Request
@@ -238,6 +238,23 @@ def _plan(
             rich_help_panel=OFFLOAD,
         ),
     ] = False,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="The optimizer's step goes on beside the next forward.",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = False,
+    slabs: Annotated[
+        str | None,
+        typer.Option(
+            "--slabs",
+            metavar="SIZE",
+            help="With --overlap: device memory for chunks of a step, which move beside backward, too.",
+            rich_help_panel=OFFLOAD,
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -289,6 +306,10 @@ def _plan(
             "--batch": batch,
             "--flops": flops,
             "--ranks": _is_given(context, "ranks"),
+            "--one-backward": one_backward,
+            "--split-masters": split_masters,
+            "--overlap": overlap,
+            "--slabs": slabs,
         }
     )
     tokens = _count(train_tokens)
@@ -313,8 +334,10 @@ def _plan(
             (host_link, disk_link),
             flops,
             machine,
+            slabs,
             one_backward=one_backward,
             split_masters=split_masters,
+            overlap=overlap,
         ),
         machine=machine,
         state=state,
@@ -349,6 +372,10 @@ def _plan(
 # Options that a question does not read, with what to do instead. A question is asked by the first of these
 # options that is given, in this order; without any of them strategies are compared.
 _CHOOSING = ("--choose", "--save", "--global-batch")
+_FORMS = dict.fromkeys(
+    ("--one-backward", "--split-masters", "--overlap", "--slabs"),
+    "Leave it out here, and plan with it what was chosen.",
+)
 _IGNORED: dict[str, dict[str, str]] = {
     "--largest-batch": {
         "--smallest-ranks": "Ask one after the other: --smallest-ranks, then --ranks N --largest-batch.",
@@ -365,8 +392,9 @@ _IGNORED: dict[str, dict[str, str]] = {
         "--train-tokens": "Leave it out, or give --ranks N and --choose.",
         "--flops": "Leave it out: --gpu has the rates.",
         "--ranks": "Leave it out: the number of ranks is what is looked for; or give --ranks N and --choose.",
+        **_FORMS,
     },
-    "--choose": {"--flops": "Leave it out: --gpu has the rates."},
+    "--choose": {"--flops": "Leave it out: --gpu has the rates.", **_FORMS},
     "": {"--allow": "Write --choose --allow, or leave it out."},
 }
 
@@ -455,16 +483,17 @@ def _offload(
     links: tuple[str | None, str | None],
     flops: str | None,
     machine: Machine | None,
+    slabs: str | None,
     **forms: bool,
 ) -> Request | None:
-    """`forms`: in which values rest, by the name of the field of fs.Offload."""
+    """`forms`: fields of fs.Offload that are chosen or not."""
     from fullshard.planning.network import bandwidth, flop_rate
     from fullshard.planning.offloading import Request
     from fullshard.planning.transfers import Rates
 
     if how is None and host is None:
         given = {"--disk": disk, "--host-link": links[0], "--disk-link": links[1], "--flops": flops}
-        given |= {f"--{name.replace('_', '-')}": "" for name, chosen in forms.items() if chosen}
+        given |= {"--slabs": slabs, **{f"--{name.replace('_', '-')}": "" for name in forms if forms[name]}}
         for option in (name for name, value in given.items() if value is not None):
             raise OptionError(f"{option} is for --offload", "Give --offload host, or --host-memory.")
         return None
@@ -480,6 +509,7 @@ def _offload(
         None if disk is None else parse_size(disk, "--disk", remedy),
         rates,
         None if flops is None else flop_rate(flops),
+        slabs=None if slabs is None else parse_size(slabs, "--slabs", "Write it as 8GiB or 6GB."),
         **forms,
     )
 
@@ -635,8 +665,6 @@ def _in_host(result: Answer) -> str:
 
 def _print_homes(result: Answer, request: Request) -> None:
     """Where values rest with the best strategy, what a step moves, and how long that takes."""
-    from fullshard.planning.offloading import as_option
-
     one = result.best or next((one for one in result.needs if one.strategy == "zero3"), result.needs[-1])
     ranks = result.question.host_ranks
     host = f"host of {ranks} ranks" if ranks > 1 else "host of one rank"
@@ -644,9 +672,22 @@ def _print_homes(result: Answer, request: Request) -> None:
     head = "home", "compute", "masters", "gradients", "state", "rank", "host", "of"
     table(head, _home_rows(one, request))
     if one.transfers is not None and any(vars(one.transfers).values()):
-        _print_transfers(result, one.transfers, request)
+        _print_transfers(result, one, one.transfers, request)
     if result.best is not None:
-        print(f"\nIn a script: fs.shard(model, strategy={one.strategy!r}, offload={as_option(one, request)})")
+        print(f"\nIn a script: fs.shard(model, {_as_options(result.question, one, request)})")
+
+
+def _as_options(question: Question, one: Need, request: Request) -> str:
+    """Keyword arguments of fs.shard for what was planned."""
+    from fullshard.planning.offloading import as_option
+
+    options: dict[str, Any] = {"strategy": one.strategy, "precision": question.precision}
+    if question.recompute:
+        options["checkpoint_activations"] = question.recompute
+    if question.state != "exact":
+        options["state"] = question.state
+    written = [f"{name}={value!r}" for name, value in options.items()]
+    return ", ".join([*written, f"offload={as_option(one, request)}"])
 
 
 def _home_rows(one: Need, request: Request) -> list[tuple[str, ...]]:
@@ -666,8 +707,9 @@ def _home_rows(one: Need, request: Request) -> list[tuple[str, ...]]:
     return rows
 
 
-def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None:
+def _print_transfers(result: Answer, one: Need, moved: Transfers, request: Request) -> None:
     from fullshard.planning.offloading import ASSUMED_FLOPS
+    from fullshard.planning.transfers import waited_s
 
     rates, ranks = request.rates, result.question.host_ranks
     pass_s, step_s = moved.pass_s(rates, ranks), moved.step_s(rates, ranks)
@@ -686,7 +728,9 @@ def _print_transfers(result: Answer, moved: Transfers, request: Request) -> None
     flops = request.flops or ASSUMED_FLOPS
     compute_s, rate = result.flop / flops, f"{flops / 1e12:g} TFLOP/s per rank"
     if request.flops is not None:
-        least_s = max(compute_s, pass_s) + step_s
+        assert one.resting is not None
+        forward_s, backward_s = result.flop_of("forward") / flops, result.flop_of("backward") / flops
+        least_s = max(compute_s, pass_s) + waited_s(step_s, one.resting, forward_s, backward_s)
         print(f"\nComputing takes {compute_s:.3f} s at {rate}: a step takes at least {least_s:.3f} s.")
     if result.subject.tokens and pass_s:
         tokens = f"{pass_s / compute_s * result.subject.tokens:,.0f}"
