@@ -50,6 +50,43 @@ def test_in_every_home_they_have_the_bits_of_a_run_without_offload(tmp_path: Pat
     ranks.run(_every_home, 2, tmp_path, timeout_s=120)
 
 
+def _edited_as_lists(offload: Any, edit: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
+    """Beside frozen parameters, which rest as they are."""
+    model = engines.build()
+    model.blocks[1].requires_grad_(False)
+    model = engines.shard_blocks(model, precision="bf16", offload=offload)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        uses.backward(model, step)
+        with torch.no_grad():
+            edit(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = engines.loss_of(model, uses.batch(0))
+    with torch.no_grad():
+        edit([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(StateError):
+        loss.backward()
+    return list(uses.values(model).values())
+
+
+def _lists() -> None:
+    edits: list[Callable[[list[nn.Parameter]], Any]] = [
+        lambda parameters: torch._foreach_mul_(parameters, 0.95),
+        lambda parameters: torch._foreach_copy_(parameters, [torch.full(p.shape, 0.01) for p in parameters]),
+        lambda parameters: [parameter.mul_(0.95) for parameter in parameters],
+    ]
+    for number, edit in enumerate(edits):
+        expected = _edited_as_lists(None, edit)
+        for offload in (split("host"), fs.Offload(split_masters=True, overlap=True, slabs="1MB")):
+            found = _edited_as_lists(offload, edit)
+            assert all(map(torch.equal, found, expected)), (number, offload)
+
+
+def test_lists_of_parameters_are_edited_at_once() -> None:
+    ranks.run(_lists, 1)
+
+
 def _step_on_the_host() -> None:
     for overlapped in (
         fs.Offload(step="host", chunk=600),

@@ -363,6 +363,16 @@ def test_every_use_of_a_model_leaves_the_same_bits(
     ranks.run(_use, num_ranks, num_ranks, every_option, every_offload, tmp_path, timeout_s=120)
 
 
+def _in_blocks(folder: Path) -> None:
+    options = {"precision": "bf16", "state": "8bit"}
+    slabs = fs.Offload(chunk=300, overlap=True, slabs="200kB")
+    compare("written_between_backward_and_step", options, ["host", slabs], folder)
+
+
+def test_what_is_written_into_8_bit_states_between_backward_and_step_counts(tmp_path: Path) -> None:
+    ranks.run(_in_blocks, 1, tmp_path)
+
+
 # --- steps that raise ---------------------------------------------------------------------------------------
 
 

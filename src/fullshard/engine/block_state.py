@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fullshard.engine import low_bit
-from fullshard.engine.tensors import written_by
+from fullshard.engine.tensors import note_written, written_by
 from fullshard.precision import BLOCK
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -65,6 +65,7 @@ class BlockState(torch.Tensor):
             low_bit.decode(rows, flat)
         flat.as_strided(self.shape, self.stride(), self.first - start * BLOCK).copy_(values)
         low_bit.encode(flat, rows)
+        note_written([self.rows])
 
     @property
     def _shares_last_row(self) -> bool:

@@ -78,6 +78,11 @@ def written_by(func: Any, args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
     return found
 
 
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Move the version counters of what an operator has written inside a dispatch, where torch moves none."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
 class _Rebuild:
     """Containers and plain objects made anew, always or where something inside them changed."""
 
