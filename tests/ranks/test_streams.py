@@ -1,0 +1,180 @@
+"""Copies and updates on streams of their own wait for one another, whatever rests where."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_offload import Net
+from torch.distributed.device_mesh import init_device_mesh
+
+import engines
+import fullshard as fs
+import ranks
+import streams
+from engines import my_rank
+from fullshard.comm.watchdog import Operation
+from fullshard.engine import activations, streamed_step
+from fullshard.engine.lane import Lane
+from fullshard.engine.transfers import Mark, Transfers
+
+
+def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
+    with streams.watched() as watch:
+        model = engines.shard_blocks(engines.build(Net), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        before: Any = None
+        others = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(4)]
+        for step in range(4):
+            loss = engines.loss_of(model, engines.batch(step, my_rank()))
+            loss.backward()
+            if use == "clipped":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if use == "by another optimizer each time":
+                optimizer = others.pop()
+            if use == "read":
+                for parameter in model.parameters():
+                    parameter.detach().sum().item()
+            if use == "loaded" and step == 1:
+                before = copy.deepcopy(optimizer.state_dict())
+            if use == "loaded" and step == 2:
+                optimizer.load_state_dict(before)
+            if use == "evaluated":
+                with torch.no_grad():
+                    engines.loss_of(model, engines.batch(step, 5))
+    return watch
+
+
+def _clean(options: dict[str, Any], uses: tuple[str, ...]) -> None:
+    for use in uses:
+        watch = _train(options, use)
+        assert watch.num_operations > 200
+        assert not watch.races, f"{use}, {len(watch.races)} races:\n" + "\n".join(watch.races[:5])
+
+
+USES = ("clipped", "read", "loaded", "evaluated", "by another optimizer each time")
+KINDS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "optimizer": {"kinds": ("master", "state")},
+    "state": {"kinds": ("state",)},
+    "some on the device": {"device": 6_000},
+    "split masters": {"split_masters": True},
+    "split masters, optimizer": {"split_masters": True, "kinds": ("master", "state")},
+    "one backward": {"one_backward": True},
+    "one backward, state": {"one_backward": True, "kinds": ("state",)},
+    "one backward, some on the device": {"one_backward": True, "device": 6_000},
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "complete": {},
+    "overlap": {"overlap": True},
+    "slabs": {"overlap": True, "slabs": "200kB"},
+}
+
+
+def _options(kinds: str, step: str, **others: Any) -> dict[str, Any]:
+    return {"precision": "bf16", "offload": fs.Offload(chunk=600, **KINDS[kinds], **STEPS[step]), **others}
+
+
+def _in_turn(step: str) -> None:
+    for number, kinds in enumerate(KINDS):
+        _clean(_options(kinds, step), (USES[number % len(USES)],))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_copy_races_with_computing(step: str) -> None:
+    ranks.run(_in_turn, 1, step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "replicate"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("kinds", KINDS)
+def test_no_copy_races_with_computing_whatever_is_done(kinds: str, step: str, strategy: str) -> None:
+    ranks.run(_clean, 1, _options(kinds, step, strategy=strategy), USES)
+
+
+SHARED: tuple[dict[str, Any], ...] = (
+    {},
+    {"strategy": "zero2"},
+    {"strategy": "zero1", "offload": fs.Offload(overlap=True, chunk=600)},
+    {"strategy": "replicate", "offload": "optimizer"},
+    {"keep_full": 0},
+    {"reduce": "scatter", "offload": fs.Offload(overlap=True, chunk=600, split_masters=True, slabs="200kB")},
+    {"precision": fs.Precision(compute=torch.bfloat16, gather=torch.int8, wire=torch.int8)},
+    {"strategy": "hybrid", "offload": "host"},
+    {"strategy": "hybrid"},
+)
+
+
+def _on_several(num_ranks: int) -> None:
+    for number, shared in enumerate(SHARED):
+        options: dict[str, Any] = {"precision": "bf16", **shared}
+        if options.get("strategy") == "hybrid":
+            sizes = (2, num_ranks // 2)
+            options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        _clean(options, (USES[number % len(USES)],))
+        ranks.end_groups_of_models()
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_no_collective_races_with_computing(num_ranks: int) -> None:
+    ranks.run(_on_several, num_ranks, num_ranks, timeout_s=120)
+
+
+def _inputs_of_blocks() -> None:
+    with mock.patch.object(activations, "MIN_BYTES", 1):
+        _clean({"checkpoint_activations": "offload"}, USES)
+
+
+def test_no_copy_of_an_activation_races_with_computing() -> None:
+    ranks.run(_inputs_of_blocks, 1)
+
+
+def _take_changes_at_once(lane: Lane) -> None:
+    lane.updated = None
+
+
+def _up_at_once(site: streamed_step._Site, *after: Mark | None) -> Any:
+    return site.transfers.up()
+
+
+def _down_at_once(site: streamed_step._Site, *after: Mark | None) -> Any:
+    return site.transfers.down()
+
+
+def _no_wait(*args: Any) -> None:
+    pass
+
+
+def _only_the_host_waits(operation: Operation) -> None:
+    operation._work.wait()
+
+
+LEFT_OUT: dict[str, tuple[Any, str, Any]] = {
+    "a forward waits for the update": (Lane, "_take_changes", _take_changes_at_once),
+    "a step waits for what is fetched": (streamed_step._Site, "wait", _no_wait),
+    "a fetch waits for its slab and for gradients": (streamed_step._Site, "inbound", _up_at_once),
+    "a store waits for the step": (streamed_step._Site, "outbound", _down_at_once),
+    "a gather waits for its copy": (Mark, "wait", _no_wait),
+    "what is read waits for the update": (Transfers, "settle", _no_wait),
+    "slabs go when copies are over": (Transfers, "wait_for_copies", _no_wait),
+    "computing waits for a gather": (Operation, "wait", _only_the_host_waits),
+}
+
+
+def _left_out(name: str) -> int:
+    with mock.patch.object(*LEFT_OUT[name]):
+        watch = _train(_options("host", "overlap"), "loaded" if "slabs" not in name else USES[-1])
+    ranks.end_groups_of_models()
+    return len(watch.races)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_wait_that_is_left_out_would_be_seen(name: str) -> None:
+    num_ranks = 2 if LEFT_OUT[name][0] is Operation else 1
+    assert all(ranks.run(_left_out, num_ranks, name))
