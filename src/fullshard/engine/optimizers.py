@@ -324,24 +324,20 @@ def _wraps_another(optimizer: Optimizer) -> bool:
 def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep | None:
     if _wraps_another(optimizer):
         return None
-    lanes, chunks, sets, steps, ahead = [], [], [], set(), False
-    for runtime in runtimes:
-        if any(lane.streams_steps for lane in runtime.lanes):
-            lanes += runtime.lanes
-            offload = runtime.options.offload or Offload()
-            chunks.append(runtime.plan.step_chunk)
-            sets.append(runtime.plan.slab_sets)
-            steps.add((offload.step, offload.overlap))
-            ahead |= offload.slabs is not None
-    if not lanes:
+    streamed = [runtime for runtime in runtimes if any(lane.streams_steps for lane in runtime.lanes)]
+    if not streamed:
         return None
-    if len(steps) > 1:
+    offloads = [runtime.options.offload or Offload() for runtime in streamed]
+    if len({(offload.step, offload.overlap) for offload in offloads}) > 1:
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters of models that step in different ways",
             "Give these models the same fs.Offload(step=..., overlap=...), or an optimizer each.",
         )
-    step, overlap = steps.pop()
-    return StreamedStep(optimizer, lanes, min(chunks), min(sets), step == "host", overlap, ahead)
+    lanes = [lane for runtime in streamed for lane in runtime.lanes]
+    chunk = min(runtime.plan.step_chunk for runtime in streamed)
+    sets = min(runtime.plan.slab_sets for runtime in streamed)
+    with_slabs = next((offload for offload in offloads if offload.slabs is not None), offloads[0])
+    return StreamedStep(optimizer, lanes, chunk, sets, with_slabs)
 
 
 def streamed_step(optimizer: Optimizer) -> StreamedStep | None:

@@ -63,6 +63,7 @@ from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError, OptimizerError, unit_label
 from fullshard.host_memory import host_zeros
+from fullshard.offload import Offload
 from fullshard.plan.layout import round_up, shard_shape
 from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
@@ -235,10 +236,9 @@ class StreamedStep:
         lanes: Sequence[Lane],
         chunk: int,
         sets: int,
-        on_host: bool,
-        overlap: bool,
-        ahead: bool,
+        offload: Offload,
     ) -> None:
+        on_host = offload.step == "host"
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._reference = weakref.ref(optimizer)  # whoever steps it holds it
         self._lanes = [lane for lane in lanes if lane.streams_steps]
@@ -266,14 +266,13 @@ class StreamedStep:
         self._num_states = 0
         self._begun: Mark | None = None
         self._stored_before: dict[int, Mark | None] = {}  # by lane: what steps before this one have stored
-        self._overlap = overlap
-        if overlap:
+        self._overlap = offload.overlap
+        if offload.overlap:
             optimizer.register_state_dict_pre_hook(partial(_settle, self._transfers))
-        if ahead:
-            self._transfers.call_in_backward(self.fetch_ahead)
-        if overlap:
             # Slabs go with this object, and copies from and to them may be on their way.
             weakref.finalize(self, Transfers.wait_for_copies, self._transfers).atexit = False
+        if offload.slabs is not None:
+            self._transfers.call_in_backward(self.fetch_ahead)
 
     @property
     def _optimizer(self) -> Optimizer:
