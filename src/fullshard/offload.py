@@ -84,8 +84,8 @@ class Offload:
                 f"Offload.slabs is {self.slabs}, and a step without overlap leaves nothing to backward",
                 "Give overlap=True, or leave out slabs.",
             )
-        if self.disk is not None and not _is_path(self.disk):
-            raise OptionError(f"Offload.disk is {self.disk!r}", "Give the path of a folder.")
+        if self.disk is not None:
+            object.__setattr__(self, "disk", folder("Offload.disk", self.disk))
         if not isinstance(self.kinds, tuple) or not self.kinds or any(k not in KINDS for k in self.kinds):
             raise OptionError(f"Offload.kinds is {self.kinds!r}", f"Give a tuple of {', '.join(KINDS)}.")
         chunk = 1 if self.chunk is None else self.chunk
@@ -107,9 +107,12 @@ class Offload:
         return None if self.slabs is None else int(self.slabs)
 
 
-def _is_path(value: Any) -> bool:
+def folder(option: str, value: Any) -> str:
+    """The path that an option is given, with the user's home folder for '~'."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    return isinstance(path, str) and path != "" and "\0" not in path
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise OptionError(f"{option} is {value!r}", "Give the path of a folder.")
+    return os.path.expanduser(path)
 
 
 def _bytes(name: str, value: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,15 +29,24 @@ from fullshard.plan.homes import (
     slab_sets,
     usage,
 )
+from fullshard.planning.request import Planning
 
 CAST, PLAIN = LaneBytes(20, 40, 40, 80, 10), LaneBytes(40, 0, 40, 80, 10)
 EVERYTHING = LaneHomes("host", "host", "host", "host")
 
 
+@pytest.mark.parametrize("request_of", [Offload, Planning])
 @pytest.mark.parametrize("disk", ["", "scratch\0", b"scratch", 3])
-def test_a_disk_without_a_usable_name_is_refused(disk: Any) -> None:
+def test_a_disk_without_a_usable_name_is_refused(disk: Any, request_of: Any) -> None:
     with pytest.raises(OptionError, match="path of a folder"):
-        Offload(disk=disk)
+        request_of(disk=disk)
+
+
+@pytest.mark.parametrize("request_of", [Offload, Planning])
+def test_a_tilde_is_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch, request_of: Any) -> None:
+    monkeypatch.setenv("HOME", "/home/of/a/user")
+    assert request_of(disk="~/run").disk == request_of(disk=Path("~/run")).disk == "/home/of/a/user/run"
+    assert request_of(disk="a~b").disk == "a~b"
 
 
 @pytest.mark.parametrize("kinds", [(), "state", ["state"], ("states",), (["state"],), None])

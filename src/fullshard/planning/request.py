@@ -12,6 +12,7 @@ from typing import Any
 from fullshard.byte_sizes import parse_size
 from fullshard.errors import OptionError
 from fullshard.keywords import checked_keywords
+from fullshard.offload import folder
 from fullshard.planning.choosing import WIRES
 from fullshard.planning.needs import OPTIMIZERS
 
@@ -58,8 +59,8 @@ class Planning:
                 object.__setattr__(self, name, parse_size(value, f"Planning.{name}", remedy))
             elif value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise OptionError(f"Planning.{name} is {value!r}", remedy)
-        if self.disk is not None and not isinstance(self.disk, str | os.PathLike):
-            raise OptionError(f"Planning.disk is {self.disk!r}", "Give the path of a folder.")
+        if self.disk is not None:
+            object.__setattr__(self, "disk", folder("Planning.disk", self.disk))
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
             raise OptionError(f"Planning.tokens is {self.tokens!r}", "Give a number of tokens.")
         if self.optimizer not in OPTIMIZERS:
