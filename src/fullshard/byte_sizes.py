@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, floor
 
 from fullshard.errors import OptionError
 
@@ -40,9 +40,10 @@ def size(num_bytes: float) -> str:
     raise AssertionError
 
 
-def size_option(num_bytes: int) -> str:
-    """'24.1GiB', to be written as an option: rounded up, so that `parse_size` gives at least as much."""
+def size_option(num_bytes: int, at_most: bool = False) -> str:
+    """'24.1GiB', to be written as an option: `parse_size` gives at least as much, or at most as much."""
+    rounded = floor if at_most else ceil
     for suffix in ("GiB", "MiB", "KiB"):
         if num_bytes >= _UNITS[suffix]:
-            return f"{ceil(num_bytes / _UNITS[suffix] * 10) / 10:.1f}{suffix}"
+            return f"{rounded(num_bytes / _UNITS[suffix] * 10) / 10:.1f}{suffix}"
     return str(num_bytes)

@@ -224,6 +224,7 @@ def test_a_wrong_offload_is_refused(wrong: object) -> None:
 def test_a_size_that_is_proposed_as_an_option_is_large_enough(num_bytes: int) -> None:
     proposed = parse_size(size_option(num_bytes), "host", "")
     assert num_bytes <= proposed <= num_bytes * 1.1
+    assert num_bytes * 0.9 <= parse_size(size_option(num_bytes, at_most=True), "device", "") <= num_bytes
 
 
 def test_ranks_of_one_host_share_its_budget_and_auto_leaves_room() -> None:
@@ -231,8 +232,8 @@ def test_ranks_of_one_host_share_its_budget_and_auto_leaves_room() -> None:
     assert budget_of(Offload(host=400), [CAST], 0, free) == Budget(0, 100, False, node_ranks=4)
     auto = budget_of(Offload(device="auto", host="auto", chunk=5), [CAST], 2**30, free)
     assert auto.host == 600
-    slabs = slab_bytes([CAST], [EVERYTHING], 5, slab_sets(5))
-    assert slabs == slab_sets(5) * 90
+    slabs = slab_bytes([CAST], [EVERYTHING], 5, 2)
+    assert slabs == 2 * 90, "there are two chunks"
     assert auto.device == int((99 * 2**30 - slabs) * 0.6)
 
 
@@ -290,7 +291,13 @@ def test_a_step_beside_backward_has_as_many_chunks_as_its_slabs_hold() -> None:
     assert slab_sets(chunk, 0, one) == slab_sets(chunk), "everything is on the device"
     free = Free(device=100 * 2**30, host=1000, node_ranks=1)
     given = Offload(device="auto", overlap=True, slabs="1GiB")
-    assert budget_of(given, [CAST], 0, free).device == int((100 * 2**30 - 8 * 180) * 0.6)
+    assert budget_of(given, [CAST], 0, free).device == int((100 * 2**30 - 2 * 180) * 0.6)
+
+
+def test_there_are_no_more_slabs_than_chunks() -> None:
+    chunk = 8 * 2**20
+    assert [slab_sets(chunk, num_chunks=count) for count in (0, 1, 2, 3, 4, 50)] == [2, 2, 2, 3, 4, 4]
+    assert [slab_sets(chunk, 1, 8, count) for count in (0, 1, 2, 3, 7, 50)] == [2, 2, 3, 4, 8, 8]
 
 
 def test_chunks_of_a_step_that_is_complete_take_the_same_memory_whatever_their_size() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine import streamed_step
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitValues
 from fullshard.plan.homes import KINDS, PLACES
@@ -113,6 +115,44 @@ def plans_and_tensors(folder: Path, world: int) -> None:
 def test_planned_bytes_per_home_are_those_of_the_tensors_and_files(tmp_path: Path) -> None:
     for num_ranks in (1, 2):
         ranks.run(plans_and_tensors, num_ranks, tmp_path / str(num_ranks), num_ranks)
+
+
+def slabs_by_step() -> list[tuple[str, int, list[int]]]:
+    """Bytes of slabs, as planned and as allocated by each step so far."""
+    found = []
+    memory = streamed_step._Site.memory
+    forms: dict[str, dict[str, Any]] = {
+        "complete": {},
+        "overlap": {"overlap": True},
+        "slabs": {"overlap": True, "slabs": "200kB"},
+        "split, as computed": {"split_masters": True, "one_backward": True},
+        "on the host": {"device": 20_000, "step": "host"},
+    }
+    for name, form in forms.items():
+        for chunk in (300, 3_000):
+            offload = fs.Offload(chunk=chunk, **form)
+            model = engines.shard_blocks(engines.build(Adapted), precision="bf16", offload=offload)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            allocated: list[int] = []
+
+            def counted(*args: Any, into: list[int] = allocated) -> torch.Tensor:
+                into.append((tensor := memory(*args)).nbytes)
+                return tensor
+
+            with mock.patch.object(streamed_step._Site, "memory", counted):
+                by_step = []
+                for step in range(10):
+                    engines.loss_of(model, engines.batch(step, 0)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    by_step.append(sum(allocated))
+            found.append((f"{name}, {chunk}", fs.plan(model).slab_bytes, by_step))
+    return found
+
+
+def test_slabs_are_those_of_the_plan_from_the_first_steps_on() -> None:
+    for name, planned, by_step in ranks.run(slabs_by_step, 1)[0]:
+        assert 0 < by_step[1] == by_step[-1] <= planned, (name, planned, by_step)
 
 
 def too_small(folder: Path) -> list[str]:

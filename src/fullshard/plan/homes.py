@@ -296,20 +296,29 @@ def chunk_of(offload: Offload, num_elements: int) -> int:
     return min(max(SMALLEST_CHUNK, fitting), LARGEST_CHUNK if offload.overlap else LARGE_CHUNK)
 
 
-def slab_sets(chunk: int, set_bytes: int = 0, slabs: int | None = None, num_chunks: int = 0) -> int:
+def slab_sets(chunk: int, set_bytes: int = 0, slabs: int | None = None, num_chunks: int | None = None) -> int:
     """Chunks of a streamed step where it runs at once: one is fetched, one steps, one is stored; or as many
-    as `slabs` bytes hold, if there are so many."""
-    least = 8 if chunk <= SMALLEST_CHUNK else 4
-    if slabs is None or not set_bytes:
-        return least
-    return max(least, min(slabs // set_bytes, num_chunks + 1))  # one is free while others wait
+    as `slabs` bytes hold. No more than there are."""
+    sets = 8 if chunk <= SMALLEST_CHUNK else 4
+    if slabs is not None and set_bytes:
+        sets = max(sets, slabs // set_bytes)
+    if num_chunks is None:
+        return sets
+    return max(2, min(sets, num_chunks + (slabs is not None)))  # one is free while others wait
 
 
-def num_chunks(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
+def num_chunks(
+    lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
+) -> int:
     """Chunks of which a step fetches values."""
     pairs = zip(lanes, homes, strict=True)
-    fetched = (lane.num_elements for lane, home in pairs if lane.gradients and home.streams_steps)
+    fetched = (lane.num_elements for lane, home in pairs if lane.gradients and _in_slabs(lane, home, step))
     return sum(-(-num_elements // chunk) for num_elements in fetched)
+
+
+def _in_slabs(lane: LaneBytes, homes: LaneHomes, step: str) -> bool:
+    """Whether steps on a lane fetch what does not rest where they run."""
+    return homes.streams_steps or (step == "host" and (lane.in_blocks or lane.as_computed))
 
 
 def trained_elements(lanes: Sequence[LaneBytes]) -> int:
@@ -331,7 +340,7 @@ def slab_bytes(
         if not ((home.streams_steps or lane.in_blocks or lane.as_computed) and lane.gradients):
             continue
         num_elements = max(num_elements, min(chunk, lane.num_elements))
-        by_kind = fetched if home.streams_steps or step == "host" else near
+        by_kind = fetched if _in_slabs(lane, home, step) else near
         for kind, place, num_bytes in held(lane, home):
             name = kind if lane.master or kind != "compute" else "master"  # one shard for both
             in_blocks = kind == "state" and lane.in_blocks
@@ -385,7 +394,7 @@ class Resting:
 
     @property
     def _num_chunks(self) -> int:
-        return num_chunks(self.lanes, self.homes, self.chunk)
+        return num_chunks(self.lanes, self.homes, self.chunk, self.step)
 
     @property
     def slab_bytes(self) -> int:

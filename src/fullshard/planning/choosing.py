@@ -341,8 +341,8 @@ def _offload(one: Need, request: Request, disk: Disk | None) -> str | dict[str, 
     assert resting is not None
     if request.how != "auto":
         return request.how
-    tenths = (resting.budget.device or 0) * 10 // 2**30
-    values: dict[str, Any] = {"device": f"{tenths / 10}GiB" if tenths else 0}
+    device = resting.budget.device
+    values: dict[str, Any] = {"device": size_option(device, at_most=True) if device else 0}
     if resting.budget.host is not None:
         values["host"] = size_option(resting.budget.host * resting.budget.node_ranks)
     if disk is not None and resting.disk_bytes:

@@ -103,8 +103,9 @@ def as_option(one: Need, request: Request) -> str:
     is_preset = request.option == Offload()
     if request.how != "auto" and budget.host is None and is_preset:
         return repr(request.how)
-    tenths = (budget.device or 0) * 10 // 2**30  # of a GiB; rounded up, the peak could be above the memory
-    parts = [f'device="{tenths / 10}GiB"'] if tenths else []
+    parts = []
+    if budget.device:  # more of it, and the peak could be above the memory
+        parts.append(f'device="{size_option(budget.device, at_most=True)}"')
     if budget.host is not None:
         parts.append(f'host="{size_option(budget.host * budget.node_ranks)}"')
     parts += ["disk=FOLDER"] * budget.has_disk

@@ -155,7 +155,7 @@ def remedy(runtime: Runtime, needed: int, full_bytes: int, activations: int) -> 
     budget = None if plan.resting is None else plan.resting.budget.device
     if budget:
         less = min(budget, max(needed, 2**30))
-        changes.append((f"fs.Offload(device={size_option(budget - less)!r})", less))
+        changes.append((f"fs.Offload(device={size_option(budget - less, at_most=True)!r})", less))
     if not options.checkpoint_activations:
         changes.append(("checkpoint_activations=True", activations // 2))
     elif options.checkpoint_activations is True and runtime.comm.device.type == "cuda":
