@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine.runtime import Runtime
 
 OFFLOADS = (
     "host",
@@ -429,6 +431,41 @@ def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_an
     options: dict[str, Any],
 ) -> None:
     assert ranks.run(_interrupted, 2, options, 3) == [[], []]
+
+
+# --- one optimizer of two models ----------------------------------------------------------------------------
+
+
+def _two_models(optimizer_class: Any, folder: Path | None) -> list[str]:
+    """Names of parameters that differ from those of two models with an optimizer each."""
+    numbers: dict[int, int] = {}
+
+    def other_on_every_rank(runtime: Runtime) -> int:
+        """The order of a set of runtimes, which are hashed by address, is not the same on all ranks."""
+        number = numbers.setdefault(id(runtime), len(numbers) + 1)
+        return number if my_rank() else 100 - number
+
+    def models(offload: Any) -> list[nn.Module]:
+        return [engines.shard_blocks(engines.build(seed=seed), offload=offload) for seed in (0, 1)]
+
+    with mock.patch.object(Runtime, "__hash__", other_on_every_rank):
+        together = models(None if folder is None else fs.Offload(host=6_000, disk=folder, chunk=300))
+        shared = optimizer_class([p for model in together for p in model.parameters()], lr=1e-2)
+        apart = models(None)
+        own = [optimizer_class(model.parameters(), lr=1e-2) for model in apart]
+        for step in range(3):
+            for model in (*together, *apart):
+                engines.loss_of(model, batch(step)).backward()
+            for optimizer in (shared, *own):
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = [(values(one), values(other)) for one, other in zip(together, apart, strict=True)]
+    return [name for one, other in pairs for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_an_optimizer_of_two_models_steps_on_them_in_one_order_on_all_ranks(tmp_path: Path) -> None:
+    assert ranks.run(_two_models, 2, torch.optim.AdamW, tmp_path) == [[], []]
+    assert ranks.run(_two_models, 2, torch.optim.Adafactor, None) == [[], []]
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -117,6 +117,12 @@ def owner(parameter: torch.Tensor) -> Runtime | None:
     return reference() if reference is not None else None
 
 
+def runtimes_of(optimizer: Optimizer) -> list[Runtime]:
+    """Of its parameters, in their order: the same on all ranks, for what these do together."""
+    owners = (owner(p) for group in optimizer.param_groups for p in group["params"])
+    return list(dict.fromkeys(runtime for runtime in owners if runtime is not None))
+
+
 def _comm_of_gradient(gradient: torch.Tensor) -> tuple[Comm, bool] | None:
     """The ranks that share the parameter whose .grad this is, and whether this one answers for it in sums;
     None for a parameter that is not sharded."""
@@ -345,8 +351,7 @@ def streamed_step(optimizer: Optimizer) -> StreamedStep | None:
     known = _checked.get(optimizer)
     if known is not None:
         return known.streamed
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    return _streamed(optimizer, {runtime for p in held if (runtime := owner(p)) is not None})
+    return _streamed(optimizer, runtimes_of(optimizer))
 
 
 def _raw_step(optimizer: Optimizer) -> Callable[[], Any]:
@@ -470,10 +475,10 @@ def _require_gradients(runtimes: list[Runtime]) -> None:
 
 def _check(
     optimizer: Optimizer, closure: bool, before: OwnedStep | None
-) -> tuple[set[Runtime], bool, OwnedStep | MuonStep | None]:
+) -> tuple[list[Runtime], bool, OwnedStep | MuonStep | None]:
     """The runtimes whose parameters it holds, whether it needs plain gradients, and entire tensors."""
     held = [(g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    runtimes = {runtime for _, p in held if (runtime := owner(p)) is not None}
+    runtimes = runtimes_of(optimizer)
     if not runtimes:
         return runtimes, False, None
     known = {id(p) for r in runtimes for p in (*r.parameters, *r.ignored)}

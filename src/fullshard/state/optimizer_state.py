@@ -15,7 +15,7 @@ import torch
 
 from fullshard.engine.block_state import BlockState, decoded
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import owned_step, owner, streamed_step
+from fullshard.engine.optimizers import owned_step, runtimes_of, streamed_step
 from fullshard.errors import StateError
 from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state
@@ -72,9 +72,7 @@ def _with_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Lane, int]]:
     """Where the parameters of an optimizer lie, by identity, without those whose state is not cut."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    runtimes = {runtime for p in held if (runtime := owner(p)) is not None}
-    lanes = [lane for r in runtimes for lane in r.lanes if not lane.replicated or lane.specs]
+    lanes = [lane for r in runtimes_of(optimizer) for lane in r.lanes if not lane.replicated or lane.specs]
     owned = owned_step(optimizer)
     entire = {} if owned is None else owned.by_parameter
     return {id(p): (lane, i) for lane in lanes for i, p in enumerate(lane.parameters) if id(p) not in entire}
