@@ -14,7 +14,7 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
-from fullshard.engine import streamed_step
+from fullshard.engine import step_slabs
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitValues
 from fullshard.plan.homes import KINDS, PLACES
@@ -120,7 +120,7 @@ def test_planned_bytes_per_home_are_those_of_the_tensors_and_files(tmp_path: Pat
 def slabs_by_step() -> list[tuple[str, int, list[int]]]:
     """Bytes of slabs, as planned and as allocated by each step so far."""
     found = []
-    memory = streamed_step._Site.memory
+    memory = step_slabs.Site.memory
     forms: dict[str, dict[str, Any]] = {
         "complete": {},
         "overlap": {"overlap": True},
@@ -139,7 +139,7 @@ def slabs_by_step() -> list[tuple[str, int, list[int]]]:
                 into.append((tensor := memory(*args)).nbytes)
                 return tensor
 
-            with mock.patch.object(streamed_step._Site, "memory", counted):
+            with mock.patch.object(step_slabs.Site, "memory", counted):
                 by_step = []
                 for step in range(10):
                     engines.loss_of(model, engines.batch(step, 0)).backward()

@@ -17,7 +17,7 @@ import ranks
 import streams
 from engines import my_rank
 from fullshard.comm.watchdog import Operation
-from fullshard.engine import activations, streamed_step
+from fullshard.engine import activations, step_slabs
 from fullshard.engine.lane import Lane
 from fullshard.engine.transfers import Mark, Transfers
 
@@ -139,11 +139,11 @@ def _take_changes_at_once(lane: Lane) -> None:
     lane.updated = None
 
 
-def _up_at_once(site: streamed_step._Site, *after: Mark | None) -> Any:
+def _up_at_once(site: step_slabs.Site, *after: Mark | None) -> Any:
     return site.transfers.up()
 
 
-def _down_at_once(site: streamed_step._Site, *after: Mark | None) -> Any:
+def _down_at_once(site: step_slabs.Site, *after: Mark | None) -> Any:
     return site.transfers.down()
 
 
@@ -157,9 +157,9 @@ def _only_the_host_waits(operation: Operation) -> None:
 
 LEFT_OUT: dict[str, tuple[Any, str, Any]] = {
     "a forward waits for the update": (Lane, "_take_changes", _take_changes_at_once),
-    "a step waits for what is fetched": (streamed_step._Site, "wait", _no_wait),
-    "a fetch waits for its slab and for gradients": (streamed_step._Site, "inbound", _up_at_once),
-    "a store waits for the step": (streamed_step._Site, "outbound", _down_at_once),
+    "a step waits for what is fetched": (step_slabs.Site, "wait", _no_wait),
+    "a fetch waits for its slab and for gradients": (step_slabs.Site, "inbound", _up_at_once),
+    "a store waits for the step": (step_slabs.Site, "outbound", _down_at_once),
     "a gather waits for its copy": (Mark, "wait", _no_wait),
     "what is read waits for the update": (Transfers, "settle", _no_wait),
     "slabs go when copies are over": (Transfers, "wait_for_copies", _no_wait),

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 import fullshard.engine.activations
 import fullshard.engine.home
-import fullshard.engine.streamed_step
+import fullshard.engine.step_slabs
 import fullshard.engine.transfers
 from fullshard.comm.groups import Comm
 from fullshard.comm.watchdog import Watchdog
@@ -383,7 +383,7 @@ def watched() -> Iterator[Watch]:
         mock.patch.object(Comm, "begin", watch.begin(Comm.begin)),
         mock.patch.object(Watchdog, "wait_for", watch.wait_for(Watchdog.wait_for)),
         mock.patch.object(engine.home, "host_zeros", watch.host_memory(host_zeros)),
-        mock.patch.object(engine.streamed_step, "host_zeros", watch.host_memory(host_zeros)),
+        mock.patch.object(engine.step_slabs, "host_zeros", watch.host_memory(host_zeros)),
         mock.patch.object(engine.activations, "page_locked", watch.host_memory(unlocked)),
     ]
     with ExitStack() as stack:

@@ -39,186 +39,31 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine import low_bit
-from fullshard.engine.block_state import BlockState
 from fullshard.engine.disk_home import DiskHome
+from fullshard.engine.element_state import ElementState, is_element_wise
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import plainly
-from fullshard.engine.home import Home
 from fullshard.engine.lane import Lane
-from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
+from fullshard.engine.remainders import join, split
 from fullshard.engine.split_masters import SplitValues
-from fullshard.engine.step_numbers import Numbers, Snapshot
+from fullshard.engine.step_chunks import Chunk, Part, chunks_of, in_turn, is_near, range_of, spans_of
+from fullshard.engine.step_numbers import Numbers
+from fullshard.engine.step_slabs import Place, Site, Slabs, Staged, shaped
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
-from fullshard.errors import OffloadError, OptimizerError, unit_label
-from fullshard.host_memory import host_zeros
+from fullshard.errors import OffloadError
 from fullshard.offload import Offload
-from fullshard.plan.layout import round_up, shard_shape
-from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
-
-# On an H200 these take less time together than copies for the other one, beside a forward too (8 did not).
-NEAR_PER_FETCHED = 3
-ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
-
-_Key = tuple[str, torch.dtype]  # of a state
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements start to stop of a lane's shard: all or some of those of one parameter."""
-
-    index: int  # of the parameter in its lane
-    start: int
-    stop: int
-    is_first: bool
-    is_last: bool
-
-    @property
-    def is_all(self) -> bool:
-        return self.is_first and self.is_last
-
-
-@dataclass
-class Span:
-    """Neighbouring parameters of a lane that one optimizer holds, and what it keeps for them."""
-
-    lane: Lane
-    start: int
-    stop: int
-    indices: list[int]
-    states: dict[_Key, torch.Tensor] = field(default_factory=dict)  # flat, in the home of states
-    _block_states: dict[tuple[_Key, int], BlockState] = field(default_factory=dict)
-
-    def in_blocks(self, key: _Key) -> bool:
-        """Whether this state rests in rows of bytes."""
-        return self.lane.dtypes.eight_bit_state and key[1] in STATE_DTYPES
-
-    def state(self, key: _Key) -> torch.Tensor:
-        flat = self.states.get(key)
-        if flat is None:
-            count, dtype = self.stop - self.start, key[1]
-            if self.in_blocks(key):
-                count, dtype = low_bit.rows_of(count) * STATE_ROW_BYTES, torch.uint8
-            flat = self.states[key] = self.lane.homes.state.zeros(count, dtype)
-        return flat
-
-    def at_rest(self, key: _Key, index: int) -> torch.Tensor:
-        """One parameter's state, shaped as its shard is."""
-        view = self.lane.shard_views[index]
-        start, stop = (place - self.start for place in range_of(self.lane, index))
-        if not self.in_blocks(key):
-            return self.state(key)[start:stop].as_strided(view.shape, view.stride())
-        known = self._block_states.get((key, index))
-        if known is None:
-            rows = self.state(key).view(-1, STATE_ROW_BYTES)
-            rows = rows[start // BLOCK : low_bit.rows_of(stop)] if start < stop else rows[:0]
-            known = BlockState.make(rows, key[1], tuple(view.shape), view.stride())
-            self._block_states[key, index] = known
-        return known
-
-    def put(self, key: _Key, index: int, value: torch.Tensor) -> None:
-        """A state that was loaded, or made by the constructor, goes into its place."""
-        place = self.at_rest(key, index)
-        if isinstance(place, BlockState):
-            if value is not place:
-                self.lane.homes.transfers.synchronize()
-                place.write(value)
-        elif value.data_ptr() != place.data_ptr():
-            self.lane.homes.transfers.synchronize()  # what is on its way is read from here, or stored here
-            place.copy_(value)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    span: Span
-    start: int
-    stop: int
-    parts: tuple[Part, ...]
-
-    def within(self, part: Part) -> slice:
-        return slice(part.start - self.start, part.stop - self.start)
-
-
-def range_of(lane: Lane, index: int) -> tuple[int, int]:
-    """Where a parameter's elements are in the lane's shard."""
-    piece = lane.layout.pieces[index]
-    return (piece.start, piece.stop) if lane.replicated else lane.layout.in_shard(piece, lane.comm.rank)
-
-
-def spans_of(lanes: Sequence[Lane], held: set[int]) -> list[Span]:
-    """Of each lane, the parameters with these identities, neighbours together."""
-    spans: list[Span] = []
-    for lane in lanes:
-        last: Span | None = None
-        for index, parameter in enumerate(lane.parameters):
-            if id(parameter) not in held:
-                last = None
-                continue
-            start, stop = range_of(lane, index)
-            if last is None:
-                last = Span(lane, start, start, [])
-                spans.append(last)
-            if start < stop:  # of others this rank has no element
-                last.start = start if last.start == last.stop else last.start
-                last.stop = stop
-            last.indices.append(index)
-    return spans
-
-
-def chunks_of(span: Span, most: int) -> Iterator[Chunk]:
-    """Ranges of about `most` elements. A parameter is cut at multiples of ALIGN from its own start."""
-    parts: list[Part] = []
-
-    def chunk() -> Chunk:
-        made = Chunk(span, parts[0].start, parts[-1].stop, tuple(parts))
-        parts.clear()
-        return made
-
-    for index in span.indices:
-        first, last = range_of(span.lane, index)
-        if first == last:  # this rank has no element of it; its state is made all the same
-            at = parts[-1].stop if parts else span.start
-            parts.append(Part(index, at, at, is_first=True, is_last=True))
-            continue
-        start = first
-        while start < last:
-            room = most - (start - parts[0].start if parts else 0)
-            stop = last if last - start <= room else start + room // ALIGN * ALIGN
-            if stop <= start and parts:
-                yield chunk()
-                continue
-            stop = min(last, max(stop, start + ALIGN))
-            parts.append(Part(index, start, stop, is_first=start == first, is_last=stop == last))
-            start = stop
-    if parts:
-        yield chunk()
-
-
-def _is_near(chunk: Chunk, on_host: bool) -> bool:
-    """Whether all that a step on it needs is where it runs."""
-    return not (on_host or chunk.span.lane.homes.streams_steps)
-
-
-def _in_turn(chunks: Sequence[Chunk], on_host: bool) -> list[Chunk]:
-    """Between those that are fetched, some that need not be: the link has work from the first moment on."""
-    near = deque(chunk for chunk in chunks if _is_near(chunk, on_host))
-    order: list[Chunk] = []
-    for chunk in chunks:
-        if not _is_near(chunk, on_host):
-            order.append(chunk)
-            order += [near.popleft() for _ in range(min(NEAR_PER_FETCHED, len(near)))]
-    return [*order, *near]
+from fullshard.plan.layout import round_up
+from fullshard.precision import BLOCK
 
 
 def _disk_homes(lane: Lane) -> list[DiskHome]:
@@ -247,7 +92,7 @@ class StreamedStep:
         self._chunks = [c for span in self._spans for c in chunks_of(span, chunk)]
         # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
         self._on_disk = [c for c in self._chunks if _disk_homes(c.span.lane)]
-        self._in_memory = _in_turn([c for c in self._chunks if c not in self._on_disk], on_host)
+        self._in_memory = in_turn([c for c in self._chunks if c not in self._on_disk], on_host)
         homes = [home for chunk in self._on_disk for home in _disk_homes(chunk.span.lane)]
         self._disk = list({id(home): home for home in homes}.values())
         away = [lane.homes for lane in self._lanes if lane.homes.streams_steps]
@@ -255,10 +100,10 @@ class StreamedStep:
         self._transfers = (away or near)[0].transfers if near else Transfers(torch.device("cpu"))
         self._places = {span.lane.parameters[i]: (span, i) for span in self._spans for i in span.indices}
         size = max((c.stop - c.start for c in self._chunks), default=0)
-        self._site = _Site(self._transfers, on_host)
-        self._idle = deque(_Slabs(round_up(size, BLOCK), self._site) for _ in range(sets))
-        self._ahead: dict[int, _Staged] = {}  # fetched in backward for the next step, by id of the chunk
-        self._near_slabs = _Slabs(round_up(size, BLOCK), self._site)
+        self._site = Site(self._transfers, on_host)
+        self._idle = deque(Slabs(round_up(size, BLOCK), self._site) for _ in range(sets))
+        self._ahead: dict[int, Staged] = {}  # fetched in backward for the next step, by id of the chunk
+        self._near_slabs = Slabs(round_up(size, BLOCK), self._site)
         self._hidden: dict[nn.Parameter, torch.Tensor] = {}  # gradients, by parameter
         self._states: dict[nn.Parameter, ElementState] = {}
         self._counted: Numbers | None = None
@@ -290,7 +135,7 @@ class StreamedStep:
     def put_state(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
         """A state that was loaded, as it rests between steps: encoded, if it rests in blocks."""
         span, index = self._places.get(parameter, (None, 0))  # type: ignore[call-overload]
-        if span is None or not _is_element_wise(value, span.lane.shard_views[index].shape):
+        if span is None or not is_element_wise(value, span.lane.shard_views[index].shape):
             return value
         key = name, value.dtype
         if not span.in_blocks(key):
@@ -338,22 +183,22 @@ class StreamedStep:
 
     def _run(self, chunks: Sequence[Chunk], before: Numbers, step: Callable[[], Any]) -> None:
         """Fetches run ahead of steps by all slab sets but one."""
-        fetched: deque[_Staged] = deque()
+        fetched: deque[Staged] = deque()
         try:
             for chunk in chunks:
                 parameters = chunk.span.lane.parameters
                 shown = [part for part in chunk.parts if parameters[part.index] in self._hidden]
                 if not shown:
                     continue
-                if _is_near(chunk, self._site.on_host):
-                    self._finish_chunk(self._fetch(_Staged(chunk, shown, self._near_slabs)), before, step)
+                if is_near(chunk, self._site.on_host):
+                    self._finish_chunk(self._fetch(Staged(chunk, shown, self._near_slabs)), before, step)
                     continue
                 staged = self._ahead.pop(id(chunk), None)
                 if staged is None:
                     while len(self._idle) == 1 and fetched:
                         self._finish_chunk(fetched[0], before, step)
                         self._idle.append(fetched.popleft().slabs)
-                    staged = _Staged(chunk, shown, self._idle_slabs())
+                    staged = Staged(chunk, shown, self._idle_slabs())
                 staged.shown = shown
                 fetched.append(staged)
                 self._fetch(staged)
@@ -363,7 +208,7 @@ class StreamedStep:
         finally:
             self._idle += [staged.slabs for staged in fetched]
 
-    def _idle_slabs(self) -> _Slabs:
+    def _idle_slabs(self) -> Slabs:
         if len(self._idle) == 1 and self._ahead:  # they have chunks whose turn comes later
             self._idle.append(self._ahead.popitem()[1].slabs)
         return self._idle.popleft()
@@ -376,14 +221,14 @@ class StreamedStep:
             if len(self._idle) == 1:
                 return
             is_trained = any(chunk.span.lane.parameters[part.index].requires_grad for part in chunk.parts)
-            if is_trained and chunk.span.states and not _is_near(chunk, self._site.on_host):
-                staged = self._ahead[id(chunk)] = _Staged(chunk, [], self._idle.popleft())
+            if is_trained and chunk.span.states and not is_near(chunk, self._site.on_host):
+                staged = self._ahead[id(chunk)] = Staged(chunk, [], self._idle.popleft())
                 self._place(staged)
                 staged.written = self._writes_of(staged)
                 self._copy(staged, list(staged.places()), staged.slabs.free, chunk.span.lane.stored)
 
     @staticmethod
-    def _writes_of(staged: _Staged) -> tuple[Any, ...]:
+    def _writes_of(staged: Staged) -> tuple[Any, ...]:
         """It is another one when values at rest may have been written."""
         lane, states = staged.chunk.span.lane, staged.chunk.span.states
         seen = [(key, flat._version) for key, flat in states.items()]
@@ -479,7 +324,7 @@ class StreamedStep:
 
     # ---- one chunk
 
-    def _fetch(self, staged: _Staged) -> _Staged:
+    def _fetch(self, staged: Staged) -> Staged:
         chunk, lane, slabs = staged.chunk, staged.chunk.span.lane, staged.slabs
         for part in staged.shown:
             if part.is_first:
@@ -509,7 +354,7 @@ class StreamedStep:
         return staged
 
     @staticmethod
-    def _place(staged: _Staged) -> None:
+    def _place(staged: Staged) -> None:
         """Where the values of a chunk are while it steps, but for gradients."""
         chunk, span, slabs = staged.chunk, staged.chunk.span, staged.slabs
         lane = span.lane
@@ -521,7 +366,7 @@ class StreamedStep:
             staged.master = slabs.place(chunk, ".master", lane.home, lane.rest, chunk.start)
         staged.states = {key: staged.place_of_state(key) for key in span.states}
 
-    def _copy(self, staged: _Staged, places: Sequence[_Place], *after: Mark | None) -> None:
+    def _copy(self, staged: Staged, places: Sequence[Place], *after: Mark | None) -> None:
         copied = [place for place in places if place.is_copy]
         if not copied:
             staged.fetched = staged.fetched or staged.slabs.free
@@ -534,7 +379,7 @@ class StreamedStep:
                     place.fetch()
             staged.fetched = self._site.mark_inbound()
 
-    def _fetch_from_disk(self, staged: _Staged) -> None:
+    def _fetch_from_disk(self, staged: Staged) -> None:
         """Reads ran ahead as far as there are buffers."""
         with self._site.inbound(staged.slabs.free, staged.fetched):
             for place in staged.places():
@@ -542,7 +387,7 @@ class StreamedStep:
                     place.fetch()
             staged.fetched = self._site.mark_inbound()
 
-    def _finish_chunk(self, staged: _Staged, before: Numbers, step: Callable[[], Any]) -> None:
+    def _finish_chunk(self, staged: Staged, before: Numbers, step: Callable[[], Any]) -> None:
         before.restore()
         self._transfers.turn()
         if any(place.is_on_disk for place in staged.places()):
@@ -555,7 +400,7 @@ class StreamedStep:
             if part.is_last:
                 self._states[lane.parameters[part.index]].rest()
 
-    def _step(self, staged: _Staged, step: Callable[[], Any]) -> None:
+    def _step(self, staged: Staged, step: Callable[[], Any]) -> None:
         chunk, shown = staged.chunk, staged.shown
         lane = chunk.span.lane
         gradients = self._gradients(staged)
@@ -565,9 +410,9 @@ class StreamedStep:
         try:
             for part in shown:
                 parameter, own = lane.parameters[part.index], chunk.within(part)
-                set_data(parameter, _shaped(staged.master.values[own], lane, part))
-                parameter.grad = _shaped(gradients[own], lane, part)
-                states = {k: _shaped(place.values[own], lane, part) for k, place in staged.states.items()}
+                set_data(parameter, shaped(staged.master.values[own], lane, part))
+                parameter.grad = shaped(gradients[own], lane, part)
+                states = {k: shaped(place.values[own], lane, part) for k, place in staged.states.items()}
                 self._states[parameter].show(states, part.is_first)
             step()
             for part in shown:
@@ -578,7 +423,7 @@ class StreamedStep:
                 parameter.grad = None
                 set_data(parameter, lane.shard_views[part.index])
 
-    def _store(self, staged: _Staged) -> None:
+    def _store(self, staged: Staged) -> None:
         chunk, lane = staged.chunk, staged.chunk.span.lane
         places = [staged.master, *staged.states.values()]
         shard = lane.compute_shard
@@ -600,22 +445,22 @@ class StreamedStep:
         if self._overlap:
             lane.updated = stepped if lane.sends_from_device else lane.stored
 
-    def _take_states(self, staged: _Staged, part: Part) -> None:
+    def _take_states(self, staged: Staged, part: Part) -> None:
         """What the step has made or replaced for one parameter goes into its place."""
         chunk, lane = staged.chunk, staged.chunk.span.lane
         for key, value in self._states[lane.parameters[part.index]].take(part).items():
             if key not in staged.states:  # the first step makes it
                 chunk.span.state(key)
-                staged.states[key] = place = staged.place_of_state(key)
+                staged.states[key] = staged.place_of_state(key)
                 with self._site.inbound(self._transfers.now()):
-                    place.fetch()
+                    staged.states[key].fetch()
                     fetched = self._site.mark_inbound()
                 self._site.wait(fetched)
-            shaped = _shaped(staged.states[key].values[chunk.within(part)], lane, part)
-            if shaped.data_ptr() != value.data_ptr():
-                shaped.copy_(value)
+            place = shaped(staged.states[key].values[chunk.within(part)], lane, part)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
 
-    def _gradients(self, staged: _Staged) -> torch.Tensor:
+    def _gradients(self, staged: Staged) -> torch.Tensor:
         """Where the step runs, with the factors that clipping has left, and what user code has set."""
         chunk, lane = staged.chunk, staged.chunk.span.lane
         own, given = lane.gradients, staged.gradients
@@ -639,7 +484,7 @@ class StreamedStep:
         return values
 
     @staticmethod
-    def _multiply(values: torch.Tensor, staged: _Staged, gradients: LaneGradients) -> None:
+    def _multiply(values: torch.Tensor, staged: Staged, gradients: LaneGradients) -> None:
         """By the factors that were kept: at once, where they are the same ones for all of the chunk."""
         factors = [gradients.factors(part.index) for part in staged.shown]
         alike = all(list(map(id, each)) == list(map(id, factors[0])) for each in factors)
@@ -656,7 +501,7 @@ class StreamedStep:
         with plainly():
             given = self._hidden[lane.parameters[part.index]].detach()
             if part.is_all:
-                _shaped(place, lane, part).copy_(given)
+                shaped(place, lane, part).copy_(given)
                 return
             start, _ = range_of(lane, part.index)
             flat = (
@@ -665,284 +510,5 @@ class StreamedStep:
             place.copy_(flat[part.start - start : part.stop - start])
 
 
-class _Site:
-    """Where steps run, and how values come there and go back."""
-
-    def __init__(self, transfers: Transfers, on_host: bool) -> None:
-        self.transfers, self.on_host = transfers, on_host
-        self.device = torch.device("cpu") if on_host else transfers.device
-        self.kind = "host" if on_host else "device"  # values in this home are used where they are
-
-    def inbound(self, *after: Mark | None) -> AbstractContextManager[Any]:
-        return self.transfers.down(*after) if self.on_host else self.transfers.up(*after)
-
-    def outbound(self, *after: Mark | None) -> AbstractContextManager[Any]:
-        return self.transfers.up(*after) if self.on_host else self.transfers.down(*after)
-
-    def mark_inbound(self) -> Mark:
-        return self.transfers.mark_down() if self.on_host else self.transfers.mark_up()
-
-    def mark_outbound(self) -> Mark:
-        return self.transfers.mark_up() if self.on_host else self.transfers.mark_down()
-
-    def wait(self, mark: Mark | None) -> None:
-        if mark is not None:
-            (mark.synchronize if self.on_host else mark.wait)()
-
-    def memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.on_host:
-            return host_zeros(num_elements, dtype, self.transfers.device)
-        return torch.empty(num_elements, dtype=dtype, device=self.device)
-
-
-@dataclass
-class _Place:
-    """Where a step has the values of one kind of a chunk."""
-
-    home: Home
-    at_rest: torch.Tensor
-    start: int
-    values: torch.Tensor  # where the step runs
-    is_copy: bool
-
-    @property
-    def is_on_disk(self) -> bool:
-        return self.home.kind == "disk"
-
-    def read_ahead(self) -> None:
-        self.home.read_ahead(self.at_rest, self.start, len(self.values))
-
-    def fetch(self) -> None:
-        if self.is_copy:
-            self.home.fetch(self.at_rest, self.start, self.values)
-
-    def store(self) -> None:
-        if self.is_copy:
-            self.home.store(self.at_rest, self.start, self.values)
-
-
-@dataclass
-class _BlockPlace(_Place):
-    """Of a state in 8-bit blocks: `at_rest` is bytes, `start` the first of them, and values fill all rows."""
-
-    @property
-    def _num_bytes(self) -> int:
-        return low_bit.rows_of(len(self.values)) * STATE_ROW_BYTES
-
-    def _rows_here(self) -> torch.Tensor | None:
-        """The rows themselves, where they rest on the device of the values."""
-        if self.is_on_disk or self.at_rest.device != self.values.device:
-            return None
-        return self.at_rest.data[self.start : self.start + self._num_bytes].view(-1, STATE_ROW_BYTES)
-
-    def read_ahead(self) -> None:
-        self.home.read_ahead(self.at_rest, self.start, self._num_bytes)
-
-    def fetch(self) -> None:
-        rows = self._rows_here()
-        if rows is None:
-            rows = self._staging()
-            self.home.fetch(self.at_rest, self.start, rows.view(-1))
-            if self._leaves_the_device:  # a processor does not wait for a copy by itself
-                torch.cuda.current_stream(self.at_rest.device).synchronize()
-        low_bit.decode(rows, self.values)
-
-    def store(self) -> None:
-        rows = self._rows_here()
-        if rows is not None:
-            low_bit.encode(self.values, rows)
-            return
-        rows = self._staging()
-        low_bit.encode(self.values, rows)
-        self.home.store(self.at_rest, self.start, rows.view(-1))
-
-    def _staging(self) -> torch.Tensor:
-        """On the stream of the copy, which alone uses it."""
-        rows = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.values.device)
-        return rows.view(-1, STATE_ROW_BYTES)
-
-    @property
-    def _leaves_the_device(self) -> bool:
-        return self.at_rest.is_cuda and not self.values.is_cuda
-
-
-class _Slabs:
-    """Memory for the values of one chunk at a time, where it steps."""
-
-    def __init__(self, num_elements: int, site: _Site) -> None:
-        self._num_elements, self._site = num_elements, site
-        self._slabs: dict[_Key, torch.Tensor] = {}
-        self.free: Mark | None = None  # the last chunk is stored
-
-    def slab(self, chunk: Chunk, kind: str, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
-        return self._slab(kind, dtype, self._num_elements)[: round_up(chunk.stop - chunk.start, multiple)]
-
-    def _slab(self, kind: str, dtype: torch.dtype, length: int) -> torch.Tensor:
-        slab = self._slabs.get((kind, dtype))
-        if slab is None:
-            self._site.wait(self.free)
-            slab = self._slabs[kind, dtype] = self._site.memory(length, dtype)
-            self.free = self._site.transfers.now()  # the memory may have been used on the compute stream
-        return slab
-
-    def joined(self, chunk: Chunk, lane: Lane) -> _Place:
-        """Where a split master is joined."""
-        values = self.slab(chunk, ".master", lane.rest.dtype)
-        return _Place(lane.home, lane.rest, chunk.start, values, is_copy=False)
-
-    def parts(self, chunk: Chunk, lane: Lane, rest: SplitValues) -> tuple[_Place, _Place, _Place]:
-        """A chunk begins where a byte of the bitmap does: parameters, and what they are cut at, do."""
-        halves, start = rest.split_values, chunk.start
-        compute = self.place(chunk, ".compute", lane.homes.compute, halves.compute, start)
-        low = self.place(chunk, ".low", lane.home, halves.low, start)
-        first, count = start // PER_BYTE, bitmap_bytes(chunk.stop - start)
-        is_copy = lane.home.kind != self._site.kind
-        bits = halves.ties[first : first + count]
-        if is_copy:
-            bits = self._slab(".ties", torch.uint8, bitmap_bytes(self._num_elements))[:count]
-        return compute, low, _Place(lane.home, halves.ties, first, bits, is_copy)
-
-    def place(self, chunk: Chunk, kind: str, home: Home, at_rest: torch.Tensor, start: int) -> _Place:
-        """Where `chunk`'s values of one kind are while it steps; they rest from element `start` on."""
-        if home.kind == self._site.kind:
-            values = at_rest.data[start : start + chunk.stop - chunk.start]
-            return _Place(home, at_rest, start, values, is_copy=False)
-        return _Place(home, at_rest, start, self.slab(chunk, kind, at_rest.dtype), is_copy=True)
-
-
-@dataclass
-class _Staged:
-    """A chunk that is where it steps, or on its way there."""
-
-    chunk: Chunk
-    shown: list[Part]
-    slabs: _Slabs
-    parts: tuple[_Place, _Place, _Place] | None = None  # of a split master: compute shard, 16 bits, bitmap
-    master: _Place = field(init=False)
-    states: dict[_Key, _Place] = field(init=False)
-    gradients: _Place | None = None
-    fetched: Mark | None = None
-    written: tuple[Any, ...] | None = None  # what was seen of values at rest when they came ahead of the step
-
-    def places(self) -> Iterator[_Place]:
-        yield self.master
-        yield from self.parts or ()
-        yield from self.states.values()
-        if self.gradients is not None:
-            yield self.gradients
-
-    def place_of_state(self, key: _Key) -> _Place:
-        chunk, span = self.chunk, self.chunk.span
-        home, at_rest, start = span.lane.homes.state, span.states[key], chunk.start - span.start
-        if not span.in_blocks(key):
-            return self.slabs.place(chunk, key[0], home, at_rest, start)
-        values = self.slabs.slab(chunk, key[0], key[1], multiple=BLOCK)
-        return _BlockPlace(home, at_rest, start // BLOCK * STATE_ROW_BYTES, values, is_copy=True)
-
-
-def _shaped(flat: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
-    """Shaped as the parameter's shard is, if all of it is there, or as a smaller one would be."""
-    view = lane.shard_views[part.index]
-    if part.is_all:
-        return flat.as_strided(view.shape, view.stride())
-    return flat.view(shard_shape(tuple(view.shape), len(flat)))
-
-
-class _Keeping(Protocol):
-    """What a state needs of the span that its parameter is in."""
-
-    @property
-    def lane(self) -> Any: ...
-    def at_rest(self, key: _Key, index: int) -> torch.Tensor: ...
-    def put(self, key: _Key, index: int, value: torch.Tensor) -> None: ...
-
-
-class ElementState:
-    """What an optimizer keeps for one parameter, during a step that runs in chunks."""
-
-    def __init__(self, optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter) -> None:
-        self._all, self._span, self._index, self._parameter = optimizer.state, span, index, parameter
-        known = dict(optimizer.state.get(parameter) or {})
-        shape = span.lane.shard_views[index].shape
-        self._keys = {k: (k, v.dtype) for k, v in known.items() if _is_element_wise(v, shape)}
-        for name, key in self._keys.items():
-            span.put(key, index, known[name])
-        self._keys_before = self._keys
-        self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
-        self._is_new = not known
-        self.rests = False  # the step on all parts is over
-
-    def move_numbers(self, device: torch.device) -> None:
-        """Fused steps count on the device that computes; `load_state_dict` follows the parameter's."""
-        state = self._all.get(self._parameter) or {}
-        moved = {
-            k: v.to(device)
-            for k, v in state.items()
-            if isinstance(v, torch.Tensor) and v.dim() == 0 and v.device != device
-        }
-        if moved:
-            state.update(moved)
-            self._numbers = Snapshot({k: v for k, v in state.items() if k not in self._keys})
-
-    def show(self, staged: Mapping[_Key, torch.Tensor], is_first: bool = False) -> None:
-        if self._is_new:
-            self._all.pop(self._parameter, None)  # for each of its parts the optimizer makes it anew
-            return
-        state = self._all[self._parameter]
-        self._numbers.restore(state, unless_as_it_was=is_first)
-        state.update({name: staged[key] for name, key in self._keys.items()})
-
-    def take(self, part: Part) -> dict[_Key, torch.Tensor]:
-        """The values of one part, after the step on it."""
-        shape = self._parameter.shape
-        state = self._all.get(self._parameter) or {}
-        made = {name: value for name, value in state.items() if _is_element_wise(value, shape)}
-        foreign = next((k for k, v in state.items() if hasattr(type(v), "__tensor_flatten__")), None)
-        if foreign is not None:
-            raise OptimizerError(
-                f"{unit_label(self._span.lane.unit)}: state {foreign!r} of parameter "
-                f"{self._span.lane.layout.pieces[self._index].name!r} is a {type(state[foreign]).__name__}, "
-                "which a step in chunks (offload=, state='8bit') cannot keep",
-                "Use torch's own optimizer with state='8bit', or leave out offload.",
-            )
-        strange = next((k for k, v in state.items() if k not in made and _numel(v) > 1), None)
-        if strange is not None and not part.is_all:
-            raise OptimizerError(
-                f"{unit_label(self._span.lane.unit)}: state {strange!r} of parameter "
-                f"{self._span.lane.layout.pieces[self._index].name!r} is not one value per element, and the "
-                f"parameter is too large for one chunk of an offloaded step",
-                "Use an optimizer whose state has the parameter's shape, or leave out offload.",
-            )
-        self._keys = {name: (name, value.dtype) for name, value in made.items()}
-        return {(name, value.dtype): value for name, value in made.items()}
-
-    def undo(self) -> None:
-        """As it was before the step."""
-        if self._is_new:
-            self._all.pop(self._parameter, None)
-            return
-        self._keys = self._keys_before
-        self._numbers.restore(self._all[self._parameter])
-        self.rest()
-
-    def rest(self) -> None:
-        """The step on all its parts is over."""
-        self.rests = True
-        if self._keys:
-            at_rest = {name: self._span.at_rest(key, self._index) for name, key in self._keys.items()}
-            self._all[self._parameter].update(at_rest)
-
-
 def _settle(transfers: Transfers, _: Optimizer) -> None:
     transfers.settle()
-
-
-def _is_element_wise(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
-
-
-def _numel(value: Any) -> int:
-    """Of the largest tensor in a state."""
-    if isinstance(value, dict | list | tuple):
-        return max(map(_numel, value.values() if isinstance(value, dict) else value), default=1)
-    return value.numel() if isinstance(value, torch.Tensor) else 1
