@@ -241,7 +241,7 @@ def test_a_step_that_goes_on_is_waited_for_by_readers_and_not_by_a_forward() -> 
     ranks.run(_read_behind_a_step, 1)
 
 
-def _fetched_in_backward() -> list[list[int]]:
+def _fetched_in_backward(num_optimizers: int) -> list[list[int]]:
     """Elements of masters and states that are fetched in backward, and in the step, per step."""
     found = []
     fetch = HostHome.fetch
@@ -249,7 +249,8 @@ def _fetched_in_backward() -> list[list[int]]:
         offload = fs.Offload(kinds=("master", "state"), chunk=300, overlap=True, slabs=slabs)
         model = engines.build(lambda: engines.Net(12))
         model = engines.shard_blocks(model, precision="bf16", offload=offload)
-        optimizer = torch.optim.AdamW(model.parameters())
+        held = list(model.parameters())
+        optimizers = [torch.optim.AdamW(held[i::num_optimizers]) for i in range(num_optimizers)]
         counts = [0, 0]
 
         def counted(
@@ -262,15 +263,92 @@ def _fetched_in_backward() -> list[list[int]]:
             for step in range(3):
                 counts[:] = 0, 0
                 engines.loss_of(model, engines.batch(step, 0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
         found.append(counts)
     return found
 
 
-def test_slabs_are_filled_while_backward_computes() -> None:
-    none, some, all_of_it = ranks.run(_fetched_in_backward, 1)[0]
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_slabs_are_filled_while_backward_computes(num_optimizers: int) -> None:
+    """A step on some parameters leaves what came ahead for others, in the same lanes too."""
+    none, some, all_of_it = ranks.run(_fetched_in_backward, 1, num_optimizers)[0]
     assert none[0] == 0
     assert some[0] > 0 < some[1]
     assert all_of_it[1] == 0
     assert none[1] == sum(some) == all_of_it[0]
+
+
+def _skipping_a_batch(fails: bool) -> list[Tensor]:
+    """The third of some batches runs out of memory as its backward begins, or is left out."""
+    offload = fs.Offload(chunk=300, overlap=True, slabs="200kB")
+    model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fetch = HostHome.fetch
+
+    def fails_once(*args: Any) -> None:
+        if len(fetched) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        fetched.append(args)
+        fetch(*args)
+
+    for step in range(5):
+        fetched: list[Any] = []
+        if step == 2 and fails:
+            with (
+                mock.patch.object(HostHome, "fetch", fails_once),
+                pytest.raises(torch.OutOfMemoryError),
+            ):
+                engines.loss_of(model, engines.batch(step, 0)).backward()
+            optimizer.zero_grad()
+        elif step != 2:
+            engines.loss_of(model, engines.batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with fs.full(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_chunk_that_did_not_come_ahead_of_a_step_is_fetched_by_the_next_one() -> None:
+    failed, left_out = (ranks.run(_skipping_a_batch, 1, fails)[0] for fails in (True, False))
+    assert all(map(torch.equal, failed, left_out))
+
+
+def _frozen_at_first(offload: fs.Offload | None) -> list[Tensor]:
+    """Parameters that step first have no states yet when slabs are filled with what others have."""
+    model = engines.shard_blocks(engines.build(lambda: engines.Net(12)), precision="bf16", offload=offload)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    late = parameters[: len(parameters) // 2]
+    for step in range(4):
+        for parameter in late:
+            parameter.requires_grad_(step >= 2)
+        engines.loss_of(model, engines.batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with fs.full(model):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def test_slabs_that_hold_later_chunks_are_given_to_those_whose_turn_it_is() -> None:
+    few = fs.Offload(chunk=64, overlap=True, slabs="1kB")
+    assert all(map(torch.equal, *(ranks.run(_frozen_at_first, 1, offload)[0] for offload in (None, few))))
+
+
+def _exchanged(offload: Any) -> list[Tensor]:
+    model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        engines.loss_of(model, engines.batch(step, 0)).backward()
+        if step == 2:
+            for state in optimizer.state.values():
+                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs_()
+        optimizer.step()
+        optimizer.zero_grad()
+    with fs.full(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_states_that_are_exchanged_keep_their_values() -> None:
+    assert all(map(torch.equal, *(ranks.run(_exchanged, 1, offload)[0] for offload in (None, "host"))))

@@ -30,7 +30,15 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
         others = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(4)]
         for step in range(4):
             loss = engines.loss_of(model, engines.batch(step, my_rank()))
+            if use == "states written" and step == 2:
+                optimizer.state_dict()  # waits for the step
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
             loss.backward()
+            if use == "states replaced" and step == 2:
+                optimizer.state_dict()
+                for state in optimizer.state.values():
+                    state["exp_avg"] = state["exp_avg"] * 0.5
             if use == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
@@ -57,11 +65,15 @@ def _clean(options: dict[str, Any], uses: tuple[str, ...]) -> None:
         assert not watch.races, f"{use}, {len(watch.races)} races:\n" + "\n".join(watch.races[:5])
 
 
-USES = ("clipped", "read", "loaded", "evaluated", "by another optimizer each time")
+USES = (
+    *("clipped", "read", "loaded", "evaluated", "by another optimizer each time"),
+    *("states written", "states replaced"),
+)
 KINDS: dict[str, dict[str, Any]] = {
     "host": {},
     "optimizer": {"kinds": ("master", "state")},
     "state": {"kinds": ("state",)},
+    "gradients": {"kinds": ("gradients",), "chunk": 300},
     "some on the device": {"device": 6_000},
     "split masters": {"split_masters": True},
     "split masters, optimizer": {"split_masters": True, "kinds": ("master", "state")},
@@ -77,12 +89,16 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def _options(kinds: str, step: str, **others: Any) -> dict[str, Any]:
-    return {"precision": "bf16", "offload": fs.Offload(chunk=600, **KINDS[kinds], **STEPS[step]), **others}
+    offload = fs.Offload(**{"chunk": 600, **KINDS[kinds], **STEPS[step]})
+    return {"precision": "bf16", "offload": offload, **others}
 
 
 def _in_turn(step: str) -> None:
     for number, kinds in enumerate(KINDS):
         _clean(_options(kinds, step), (USES[number % len(USES)],))
+    states = fs.Offload(chunk=300, kinds=("master",), **STEPS[step])  # which are on the device then
+    _clean({"precision": "bf16", "offload": states, "state": "8bit"}, USES[-2:])
+    _clean({"precision": "bf16", "offload": states}, USES[-1:])
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -162,14 +178,13 @@ LEFT_OUT: dict[str, tuple[Any, str, Any]] = {
     "a store waits for the step": (step_slabs.Site, "outbound", _down_at_once),
     "a gather waits for its copy": (Mark, "wait", _no_wait),
     "what is read waits for the update": (Transfers, "settle", _no_wait),
-    "slabs go when copies are over": (Transfers, "wait_for_copies", _no_wait),
     "computing waits for a gather": (Operation, "wait", _only_the_host_waits),
 }
 
 
 def _left_out(name: str) -> int:
     with mock.patch.object(*LEFT_OUT[name]):
-        watch = _train(_options("host", "overlap"), "loaded" if "slabs" not in name else USES[-1])
+        watch = _train(_options("host", "overlap"), "loaded")
     ranks.end_groups_of_models()
     return len(watch.races)
 

@@ -9,7 +9,7 @@ every stream ran on its own: each stream, and the host, has a vector clock, whic
 synchronizations carry over. An access to memory, byte by byte, must come behind the last write there, and a
 write behind the last reads, in the clock of the stream that makes it. Memory is given out and taken back in
 the order of the stream that allocates it, as torch's allocator does: what another stream still does with it
-then is a race as well.
+when that one goes on is a race as well.
 
 Torch's own sanitizer looks for the same on a GPU, but knows neither host memory nor parts of a tensor.
 
@@ -129,6 +129,7 @@ class Watch(TorchDispatchMode):
         self._ranges: dict[int, StorageWeakRef] = {}  # torch.arange, for whoever uses them
         self._channels: dict[str, Stream] = {}
         self._channel = ""  # of the next collective
+        self._freed: dict[int, list[tuple[Operation, int]]] = {}  # by stream, while others use it
 
     def stream(self, *_: Any, name: str | None = None, **__: Any) -> Stream:
         index = len(self._streams)
@@ -213,9 +214,10 @@ class Watch(TorchDispatchMode):
                 del known[key]
 
     def _free(self, memory: Memory) -> None:
-        for index in np.unique([memory.writes, *memory.reads.values()]):
-            if not memory.owner.knows(self._operations[index]):
-                self._report("is freed", self._operations[index], memory.owner, memory.size)
+        """It may be given out again to what its stream does next."""
+        used = [self._operations[i] for i in np.unique([memory.writes, *memory.reads.values()])]
+        busy = [(each, memory.size) for each in used if not memory.owner.knows(each)]
+        self._freed.setdefault(memory.owner.index, []).extend(busy)
 
     def resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -237,6 +239,9 @@ class Watch(TorchDispatchMode):
             np.maximum(stream.clock, self.host.clock, out=stream.clock)  # the host has launched it by now
         stream.clock[stream.index] += 1
         self._operations.append(Operation(name, stream, int(stream.clock[stream.index]), _where()))
+        for earlier, size in self._freed.pop(stream.index, ()):
+            if not stream.knows(earlier):
+                self._report("is freed, and given out to", earlier, self._operations[-1], size)
         return len(self._operations) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -294,10 +299,7 @@ class Watch(TorchDispatchMode):
         else:
             memory.read(stream, region, index)
 
-    def _report(self, what: str, earlier: Operation, later: Operation | Stream, size: int) -> None:
-        if isinstance(later, Stream):
-            self._operation("free", later)
-            later = self._operations[-1]
+    def _report(self, what: str, earlier: Operation, later: Operation, size: int) -> None:
         self.races.append(
             f"memory of {size} bytes, used by {earlier}, {what} {later}, which does not wait for it"
         )

@@ -20,7 +20,14 @@ class _Keeping(Protocol):
     @property
     def lane(self) -> Any: ...
     def at_rest(self, key: Key, index: int) -> torch.Tensor: ...
-    def put(self, key: Key, index: int, value: torch.Tensor) -> None: ...
+    def put(self, values: Mapping[Key, torch.Tensor], index: int) -> None: ...
+
+
+def put_in_place(optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter) -> None:
+    """States that were loaded or replaced, or made by the constructor, go where they rest."""
+    known = optimizer.state.get(parameter) or {}
+    keys = _keys_of(known, span.lane.shard_views[index].shape)
+    span.put({key: known[name] for name, key in keys.items()}, index)
 
 
 class ElementState:
@@ -29,10 +36,7 @@ class ElementState:
     def __init__(self, optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter) -> None:
         self._all, self._span, self._index, self._parameter = optimizer.state, span, index, parameter
         known = dict(optimizer.state.get(parameter) or {})
-        shape = span.lane.shard_views[index].shape
-        self._keys = {k: (k, v.dtype) for k, v in known.items() if is_element_wise(v, shape)}
-        for name, key in self._keys.items():
-            span.put(key, index, known[name])
+        self._keys = _keys_of(known, span.lane.shard_views[index].shape)
         self._keys_before = self._keys
         self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
         self._is_new = not known
@@ -97,6 +101,11 @@ class ElementState:
         if self._keys:
             at_rest = {name: self._span.at_rest(key, self._index) for name, key in self._keys.items()}
             self._all[self._parameter].update(at_rest)
+
+
+def _keys_of(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Key]:
+    """Of states that have a value per element."""
+    return {name: (name, value.dtype) for name, value in state.items() if is_element_wise(value, shape)}
 
 
 def is_element_wise(value: Any, shape: torch.Size) -> bool:

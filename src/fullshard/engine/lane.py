@@ -43,7 +43,7 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -124,7 +124,8 @@ class Lane:
         self.operation: Operation | CrossingGather | Mark | None = None  # the gather in flight
         self.updated: Mark | None = None  # where a step beside computing has written what a gather sends
         self.stored: Mark | None = None  # where all is in its home that steps have written so far
-        self.num_writes = 0  # how often a step, or user code as far as it was seen, has written the master
+        # By parameter: how often a step, or user code as far as it was seen, has written the master.
+        self.num_writes = [0] * len(self.parameters)
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
@@ -293,7 +294,7 @@ class Lane:
         """What is derived from a master that rests elsewhere is derived anew if user code wrote it."""
         if self._edits is not None and self._edits.seen():
             self._edits.forget()
-            self.num_writes += 1
+            self.num_writes = [number + 1 for number in self.num_writes]
             if isinstance(self.home, DiskHome):
                 self.home.edited(self.rest)
             if self.compute_shard is not None:
@@ -304,9 +305,10 @@ class Lane:
         if self.streams_steps:
             self.homes.transfers.settle()
 
-    def stepped(self) -> None:
-        """An optimizer's step wrote the sharded parameters, and the compute shard with them."""
-        self.num_writes += 1
+    def stepped(self, indices: Iterable[int]) -> None:
+        """An optimizer's step wrote these sharded parameters, and the compute shard with them."""
+        for index in indices:
+            self.num_writes[index] += 1
         if self._edits is not None:
             self._edits.forget()
 

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.element_state import ElementState
+from fullshard.engine.element_state import ElementState, put_in_place
 from fullshard.engine.gradients import GradShard
 from fullshard.engine.norms import PartialNorm
 from fullshard.engine.step_chunks import Part
@@ -910,6 +910,7 @@ class _Chunks(_Player):
         i, own = part.index, slice(part.start, part.stop)
         stand_in, span = self.parameters[i], self._spans[i]
         if part.is_first:
+            put_in_place(self.optimizer, span, 0, stand_in)
             self._kept[i] = ElementState(self.optimizer, span, 0, stand_in)
         shape = shard_shape(tuple(self._entire[i].shape), part.stop - part.start)
         stand_in.data = self._entire[i].view(-1)[own].view(shape)
@@ -948,8 +949,9 @@ class _TrialSpan:
     def at_rest(self, key: tuple[str, torch.dtype], index: int) -> torch.Tensor:
         return self.state(key).view(self._entire.shape)
 
-    def put(self, key: tuple[str, torch.dtype], index: int, value: torch.Tensor) -> None:
-        self.at_rest(key, index).copy_(value)
+    def put(self, values: Mapping[tuple[str, torch.dtype], torch.Tensor], index: int) -> None:
+        for key, value in values.items():
+            self.at_rest(key, index).copy_(value)
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -341,9 +341,9 @@ def _streamed(optimizer: Optimizer, runtimes: Iterable[Runtime]) -> StreamedStep
         )
     lanes = [lane for runtime in streamed for lane in runtime.lanes]
     chunk = min(runtime.plan.step_chunk for runtime in streamed)
-    sets = min(runtime.plan.slab_sets for runtime in streamed)
+    room = min(runtime.plan.slab_room for runtime in streamed)
     with_slabs = next((offload for offload in offloads if offload.slabs is not None), offloads[0])
-    return StreamedStep(optimizer, lanes, chunk, sets, with_slabs)
+    return StreamedStep(optimizer, lanes, chunk, room, with_slabs)
 
 
 def streamed_step(optimizer: Optimizer) -> StreamedStep | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,16 +73,26 @@ class Span:
             self._block_states[key, index] = known
         return known
 
-    def put(self, key: Key, index: int, value: torch.Tensor) -> None:
-        """A state that was loaded, or made by the constructor, goes into its place."""
-        place = self.at_rest(key, index)
-        if isinstance(place, BlockState):
-            if value is not place:
-                self.lane.homes.transfers.synchronize()
+    def put(self, values: Mapping[Key, torch.Tensor], index: int) -> None:
+        """States that were loaded, or made by the constructor, go into their places."""
+        pairs = [(self.at_rest(key, index), value) for key, value in values.items()]
+        moved = [(place, value) for place, value in pairs if not _is_same(place, value)]
+        if not moved:
+            return
+        self.lane.homes.transfers.synchronize()  # what is on its way is read from here, or stored here
+        if len(moved) > 1:  # one may lie where another one goes
+            moved = [(place, value.clone()) for place, value in moved]
+        for place, value in moved:
+            if isinstance(place, BlockState):
                 place.write(value)
-        elif value.data_ptr() != place.data_ptr():
-            self.lane.homes.transfers.synchronize()  # what is on its way is read from here, or stored here
-            place.copy_(value)
+            else:
+                place.copy_(value)
+
+
+def _is_same(place: torch.Tensor, value: torch.Tensor) -> bool:
+    if isinstance(place, BlockState):
+        return value is place
+    return value.data_ptr() == place.data_ptr()
 
 
 @dataclass(frozen=True)

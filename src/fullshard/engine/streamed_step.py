@@ -49,7 +49,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.engine.disk_home import DiskHome
-from fullshard.engine.element_state import ElementState, is_element_wise
+from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
@@ -62,6 +62,7 @@ from fullshard.engine.transfers import Mark, Transfers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError
 from fullshard.offload import Offload
+from fullshard.plan.homes import slab_sets
 from fullshard.plan.layout import round_up
 from fullshard.precision import BLOCK
 
@@ -80,7 +81,7 @@ class StreamedStep:
         optimizer: Optimizer,
         lanes: Sequence[Lane],
         chunk: int,
-        sets: int,
+        room: int,
         offload: Offload,
     ) -> None:
         on_host = offload.step == "host"
@@ -101,6 +102,7 @@ class StreamedStep:
         self._places = {span.lane.parameters[i]: (span, i) for span in self._spans for i in span.indices}
         size = max((c.stop - c.start for c in self._chunks), default=0)
         self._site = Site(self._transfers, on_host)
+        sets = self._own_sets(room, chunk, offload)
         self._idle = deque(Slabs(round_up(size, BLOCK), self._site) for _ in range(sets))
         self._ahead: dict[int, Staged] = {}  # fetched in backward for the next step, by id of the chunk
         self._near_slabs = Slabs(round_up(size, BLOCK), self._site)
@@ -109,7 +111,6 @@ class StreamedStep:
         self._counted: Numbers | None = None
         self._numbers_on_device = False
         self._num_states = 0
-        self._begun: Mark | None = None
         self._stored_before: dict[int, Mark | None] = {}  # by lane: what steps before this one have stored
         self._overlap = offload.overlap
         if offload.overlap:
@@ -118,6 +119,17 @@ class StreamedStep:
             weakref.finalize(self, Transfers.wait_for_copies, self._transfers).atexit = False
         if offload.slabs is not None:
             self._transfers.call_in_backward(self.fetch_ahead)
+
+    def _own_sets(self, room: int, chunk: int, offload: Offload) -> int:
+        """Several optimizers share the memory of `slabs`, in which `room` sets have room."""
+        fetched = [c for c in self._chunks if not is_near(c, self._site.on_host)]
+        if offload.slabs is None or not fetched:
+            return slab_sets(chunk, num_chunks=len(fetched))
+        lanes = (lane for lane in self._lanes if lane.homes.streams_steps and lane.gradients is not None)
+        num_elements = sum(lane.rest.numel() for lane in lanes)
+        own = sum(c.stop - c.start for c in fetched)
+        room = max(slab_sets(chunk), room * own // num_elements)
+        return max(2, min(room, len(fetched) + 1))
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -140,7 +152,7 @@ class StreamedStep:
         key = name, value.dtype
         if not span.in_blocks(key):
             return value
-        span.put(key, index, value)
+        span.put({key: value}, index)
         return span.at_rest(key, index)
 
     def run(self, step: Callable[[], Any]) -> None:
@@ -148,9 +160,10 @@ class StreamedStep:
         self._hidden = {p: p.grad for p in self._parameters if p.grad is not None}
         if not self._hidden:
             return
-        self._begun = self._transfers.now()  # behind what computed gradients that rest on the device
         self._stored_before = {id(lane): lane.stored for lane in self._lanes}
         before = Numbers(self._optimizer)
+        for parameter in self._hidden:  # on the stream that memory of replaced states belongs to
+            put_in_place(self._optimizer, *self._places[parameter], parameter)
         groups = self._optimizer.param_groups
         self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -175,11 +188,18 @@ class StreamedStep:
             self._ahead.clear()
             for parameter, gradient in others:
                 parameter.grad = gradient
-        for lane in self._lanes:
-            lane.stepped()
+        self._note_writes()
         self._states.clear()
         self._counted = Numbers(self._optimizer)
         before.restore()
+
+    def _note_writes(self) -> None:
+        stepped: dict[int, list[int]] = {id(lane): [] for lane in self._lanes}
+        for parameter in self._hidden:
+            span, index = self._places[parameter]
+            stepped[id(span.lane)].append(index)
+        for lane in self._lanes:
+            lane.stepped(stepped[id(lane)])
 
     def _run(self, chunks: Sequence[Chunk], before: Numbers, step: Callable[[], Any]) -> None:
         """Fetches run ahead of steps by all slab sets but one."""
@@ -224,22 +244,24 @@ class StreamedStep:
             if is_trained and chunk.span.states and not is_near(chunk, self._site.on_host):
                 staged = self._ahead[id(chunk)] = Staged(chunk, [], self._idle.popleft())
                 self._place(staged)
-                staged.written = self._writes_of(staged)
+                written = self._writes_of(staged)
                 self._copy(staged, list(staged.places()), staged.slabs.free, chunk.span.lane.stored)
+                staged.written = written  # a copy may have raised, and user code may go on
 
     @staticmethod
     def _writes_of(staged: Staged) -> tuple[Any, ...]:
         """It is another one when values at rest may have been written."""
-        lane, states = staged.chunk.span.lane, staged.chunk.span.states
-        seen = [(key, flat._version) for key, flat in states.items()]
-        return lane.num_writes, lane.homes.transfers.num_writes, tuple(seen)
+        chunk, lane = staged.chunk, staged.chunk.span.lane
+        masters = [lane.num_writes[part.index] for part in chunk.parts]
+        states = [(key, flat._version) for key, flat in chunk.span.states.items()]
+        return lane.homes.transfers.num_writes, masters, states
 
     @contextmanager
     def _beside(self, before: Numbers) -> Iterator[None]:
         """Steps in here go on beside computing, where that is wanted and possible."""
         if not self._overlap or before.on_device or self._has_foreign_gradients():
             yield
-            self._transfers.synchronize()  # the host may read what rests there
+            self._transfers.drain()  # the host may read what rests there
             return
         models = {lane.homes.transfers for lane in self._lanes}  # one optimizer may hold several
         with self._transfers.beside(*(transfers.mark_gathers() for transfers in models)):
@@ -264,7 +286,7 @@ class StreamedStep:
         try:
             try:
                 self._run(self._on_disk, before, step)
-                self._transfers.synchronize()
+                self._transfers.drain()
                 for home in self._disk:
                     home.complete()
             except OffloadError as error:
@@ -291,11 +313,11 @@ class StreamedStep:
     def _leave(self, before: Numbers) -> None:
         """The step has raised in between. Parameters whose last chunk was stored have stepped, and the states
         of the others rest as they do."""
-        self._transfers.synchronize()
+        self._transfers.drain()
         for chunk in self._in_memory:
             if chunk.span.lane.compute_shard is not None:
                 chunk.span.lane.compute_shard.master_written()
-            chunk.span.lane.stepped()
+        self._note_writes()
         for state in self._states.values():
             if not state.rests:
                 state.undo()
@@ -347,10 +369,7 @@ class StreamedStep:
             given = slabs.place(chunk, ".gradients", gradients.home, gradients.flat, chunk.start)
             staged.gradients = given
             places.append(given)
-        # Only what rests on the compute device may have been written there.
-        written = self._site.on_host or any(place.is_copy and place.home.kind == "device" for place in places)
-        after = slabs.free, self._stored_before[id(lane)], landed, self._begun if written else None
-        self._copy(staged, places, *after)
+        self._copy(staged, places, slabs.free, self._stored_before[id(lane)], landed)
         return staged
 
     @staticmethod
@@ -371,7 +390,9 @@ class StreamedStep:
         if not copied:
             staged.fetched = staged.fetched or staged.slabs.free
             return
-        with self._site.inbound(*after):
+        # Only what rests on the compute device may have been written there.
+        written = self._transfers.now() if any(place.home.kind == "device" for place in copied) else None
+        with self._site.inbound(*after, written):
             for place in copied:
                 if place.is_on_disk:
                     place.read_ahead()
@@ -436,7 +457,7 @@ class StreamedStep:
             cast = staged.slabs.place(chunk, ".compute", shard.home, shard.values, chunk.start)
             cast.values.copy_(staged.master.values)
             places.append(cast)
-        stepped = self._transfers.now()
+        staged.slabs.free = stepped = self._transfers.now()
         if any(place.is_copy for place in places):
             with self._site.outbound(stepped):
                 for place in places:

@@ -73,7 +73,7 @@ class Transfers:
         self._chunks = 0
         self._held: deque[tuple[torch.Tensor, Mark]] = deque()
         self.pending: Mark | None = None  # behind a step that goes on beside what follows it
-        self.num_writes = 0  # how often the host may have written, by our own code, what rests there
+        self.num_writes = 0  # how often this process may have written, by our own code, what rests
         self._fetching: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def now(self) -> Mark:
@@ -156,9 +156,13 @@ class Transfers:
         self.mark_down().synchronize()
 
     def synchronize(self) -> None:
-        """The host waits for all copies: it may be about to write what they read."""
-        self.pending = None
+        """The host waits for all copies: it is about to write what they read."""
+        self.drain()
         self.num_writes += 1
+
+    def drain(self) -> None:
+        """The host waits for all copies and updates."""
+        self.settle()  # an optimizer of several models steps on the streams of one of them
         for stream in (self._up, self._gathers, *self._updates, self._down):
             if stream is not None:
                 stream.synchronize()

@@ -388,9 +388,18 @@ class Resting:
         return self.bytes_at("disk") * DISK_SLOTS * self.budget.node_ranks
 
     @property
+    def _set_bytes(self) -> int:
+        return slab_bytes(self.lanes, self.homes, self.chunk, 1, self.step)
+
+    @property
+    def slab_room(self) -> int:
+        """Sets that the requested memory has room for, if there are so many chunks."""
+        return slab_sets(self.chunk, self._set_bytes, self.slabs)
+
+    @property
     def slab_sets(self) -> int:
-        one = slab_bytes(self.lanes, self.homes, self.chunk, 1, self.step)
-        return slab_sets(self.chunk, one, self.slabs, self._num_chunks)
+        """Of an optimizer that holds all parameters."""
+        return slab_sets(self.chunk, self._set_bytes, self.slabs, self._num_chunks)
 
     @property
     def _num_chunks(self) -> int:

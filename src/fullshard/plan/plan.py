@@ -213,6 +213,11 @@ class Plan:
         return slab_bytes(lanes, [LaneHomes()] * len(lanes), self.step_chunk, self.slab_sets)
 
     @property
+    def slab_room(self) -> int:
+        """Sets of slabs that the requested memory has room for, if there are so many chunks."""
+        return slab_sets(self.step_chunk) if self.resting is None else self.resting.slab_room
+
+    @property
     def slab_sets(self) -> int:
         """Chunks of an optimizer's step that are under way at once."""
         return slab_sets(self.step_chunk) if self.resting is None else self.resting.slab_sets
