@@ -166,6 +166,12 @@ def is_near(chunk: Chunk, on_host: bool) -> bool:
     return not (on_host or chunk.span.lane.homes.streams_steps)
 
 
+def is_trained(chunk: Chunk) -> bool:
+    """Whether a step may find gradients of it."""
+    parameters = chunk.span.lane.parameters
+    return any(parameters[part.index].requires_grad for part in chunk.parts)
+
+
 def in_turn(chunks: Sequence[Chunk], on_host: bool) -> list[Chunk]:
     """Between those that are fetched, some that need not be: the link has work from the first moment on."""
     near = deque(chunk for chunk in chunks if is_near(chunk, on_host))

@@ -55,7 +55,16 @@ from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.remainders import join, split
 from fullshard.engine.split_masters import SplitValues
-from fullshard.engine.step_chunks import Chunk, Part, chunks_of, in_turn, is_near, range_of, spans_of
+from fullshard.engine.step_chunks import (
+    Chunk,
+    Part,
+    chunks_of,
+    in_turn,
+    is_near,
+    is_trained,
+    range_of,
+    spans_of,
+)
 from fullshard.engine.step_numbers import Numbers
 from fullshard.engine.step_slabs import Place, Site, Slabs, Staged, shaped
 from fullshard.engine.transfers import Mark, Transfers
@@ -122,13 +131,13 @@ class StreamedStep:
 
     def _own_sets(self, room: int, chunk: int, offload: Offload) -> int:
         """Several optimizers share the memory of `slabs`, in which `room` sets have room."""
-        fetched = [c for c in self._chunks if not is_near(c, self._site.on_host)]
+        fetched = [c for c in self._chunks if not is_near(c, self._site.on_host) and is_trained(c)]
         if offload.slabs is None or not fetched:
             return slab_sets(chunk, num_chunks=len(fetched))
-        lanes = (lane for lane in self._lanes if lane.homes.streams_steps and lane.gradients is not None)
+        lanes = (lane for lane in self._lanes if lane.homes.streams_steps and any(lane.trainable))
         num_elements = sum(lane.rest.numel() for lane in lanes)
         own = sum(c.stop - c.start for c in fetched)
-        room = max(slab_sets(chunk), room * own // num_elements)
+        room = max(slab_sets(chunk), room * own // max(1, num_elements))
         return max(2, min(room, len(fetched) + 1))
 
     @property
@@ -240,8 +249,7 @@ class StreamedStep:
         for chunk in self._in_memory:
             if len(self._idle) == 1:
                 return
-            is_trained = any(chunk.span.lane.parameters[part.index].requires_grad for part in chunk.parts)
-            if is_trained and chunk.span.states and not is_near(chunk, self._site.on_host):
+            if is_trained(chunk) and chunk.span.states and not is_near(chunk, self._site.on_host):
                 staged = self._ahead[id(chunk)] = Staged(chunk, [], self._idle.popleft())
                 self._place(staged)
                 written = self._writes_of(staged)
