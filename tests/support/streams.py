@@ -22,7 +22,7 @@ with NCCL. Files are not watched.
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -307,9 +307,14 @@ class Watch(TorchDispatchMode):
 
 def _where() -> str:
     """The innermost lines of ours, and of a test's."""
-    frames = traceback.extract_stack(limit=25)[:-3]
-    ours = [frame for frame in frames if any(part in frame.filename for part in _FRAMES)]
-    return " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in ours[:-6:-1])
+    ours: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(ours) < 5:
+        code = frame.f_code
+        if any(part in code.co_filename for part in _FRAMES):
+            ours.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(ours)
 
 
 def _has_memory(value: Any) -> bool:
