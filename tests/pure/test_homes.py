@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fullshard import api
-from fullshard.byte_sizes import parse_size, size, size_option
+from fullshard.byte_sizes import parse_size, size_option
 from fullshard.errors import OffloadError, OptionError
 from fullshard.offload import Offload, parse
 from fullshard.plan.homes import (
@@ -143,13 +145,46 @@ def test_each_change_that_the_error_proposes_is_enough(
         choose(lanes, replace(budget, device=proposed["device"]))
     if "disk=FOLDER" in text:
         homes = choose(lanes, replace(budget, has_disk=True))
-        assert f"with {size(2 * ranks * usage(lanes, homes)['disk'])} free" in text
-    hosts = re.search(r"(\d+) times as many hosts", text)
-    assert (hosts is None) == (host == 0)
-    if hosts is not None:  # as many times as much of their memory for the same values
-        choose(lanes, replace(budget, host=host * int(hosts[1])))
-    with pytest.raises(OffloadError) as raised:
-        choose(lanes, budget, more_hosts=False)
+        assert f"with {size_option(2 * ranks * usage(lanes, homes)['disk'])} free" in text
+    assert "as many hosts" not in text
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("host", "device"), [(7000, 0), (4000, 900), (1500, 3), (12_000, 0)])
+def test_the_number_of_hosts_that_is_proposed_is_enough_and_one_less_is_not(
+    strategy: str, precision: str, host: int, device: int
+) -> None:
+    """Also where parameters are small, and more ranks have more padding."""
+    widths = (7, 31, 5, 64, 3)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b)) for a, b in pairwise(widths)]
+    model = nn.Sequential(*layers)
+
+    def planned(hosts: int) -> None:
+        offload = Offload(host=host, device=device)
+        api.plan(
+            model, ranks=3 * hosts, node_ranks=3, strategy=strategy, precision=precision, offload=offload
+        )
+
+    with pytest.raises(OffloadError, match="times as many hosts, of as many ranks") as raised:
+        planned(1)
+    proposed = re.search(r"(\d+) times", str(raised.value))
+    assert proposed is not None
+    planned(int(proposed[1]))
+    with pytest.raises(OffloadError):
+        planned(int(proposed[1]) - 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "one_backward"), [("replicate", False), ("hybrid", False), ("zero3", True)]
+)
+def test_more_hosts_are_not_proposed_where_a_rank_has_as_much_on_them_or_must_be_alone(
+    strategy: str, one_backward: bool
+) -> None:
+    ranks = 1 if one_backward else 2
+    offload = Offload(host=500, one_backward=one_backward)
+    with pytest.raises(OffloadError, match="Any one of these is enough") as raised:
+        api.plan(nn.Linear(8, 8), ranks=ranks, strategy=strategy, precision="bf16", offload=offload)
     assert "as many hosts" not in str(raised.value)
 
 

@@ -9,7 +9,7 @@ The engine, `fs.plan` and `fullshard plan` call the same functions, so that they
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, Protocol
@@ -32,6 +32,7 @@ SLABS_OF_LARGE, SLAB_BYTES = 8, 18  # sets that large chunks leave room for, and
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
+_MOST_HOSTS = 2**17  # times as many, of which an error speaks
 _STAYING = ("compute", "gradients", "master", "state")  # the last to leave the device first
 
 
@@ -112,8 +113,10 @@ class _Lane(Protocol):
     def offload(self) -> bool: ...
 
 
-def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
-    num_elements = lane.layout.total if replicated else lane.layout.interval
+def bytes_of(lane: _Lane, replicated: bool, hosts: int = 1) -> LaneBytes:
+    """`hosts`: on so many times as many hosts, of as many ranks."""
+    layout = lane.layout if hosts == 1 else lane.layout.on(lane.layout.ranks * hosts)
+    num_elements = layout.total if replicated else layout.interval
     rest = num_elements * lane.dtypes.rest.itemsize
     trained = num_elements * lane.dtypes.gradients.itemsize if lane.trainable else 0
     stays = not lane.offload
@@ -121,8 +124,8 @@ def bytes_of(lane: _Lane, replicated: bool) -> LaneBytes:
     in_blocks = lane.dtypes.eight_bit_state
     if lane.dtypes.compute == lane.dtypes.rest:
         return LaneBytes(rest, 0, trained, state, num_elements, stays, in_blocks)
-    compute = 0 if packs(lane.layout, lane.dtypes) else num_elements * lane.dtypes.compute.itemsize
-    remainder = 2 * num_elements + ceil(num_elements / 8) if splits(lane.layout, lane.dtypes) else 0
+    compute = 0 if packs(layout, lane.dtypes) else num_elements * lane.dtypes.compute.itemsize
+    remainder = 2 * num_elements + ceil(num_elements / 8) if splits(layout, lane.dtypes) else 0
     return LaneBytes(compute, rest, trained, state, num_elements, stays, in_blocks, remainder)
 
 
@@ -155,10 +158,12 @@ def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, fre
     return Budget(int(device), host, offload.disk is not None, offload.kinds, free.node_ranks)
 
 
-def choose(lanes: Sequence[LaneBytes], budget: Budget, more_hosts: bool = True) -> list[LaneHomes]:
+def choose(
+    lanes: Sequence[LaneBytes], budget: Budget, on_hosts: Callable[[int], list[LaneBytes]] | None = None
+) -> list[LaneHomes]:
     """The home of every kind of every lane. If they do not fit, the error says by how much and what would.
 
-    `more_hosts`: on more of them, a rank would have less.
+    `on_hosts`: the lanes on so many times as many hosts; None: a rank would have as much there.
     """
     homes, over = placed(lanes, budget)
     if over <= 0:
@@ -169,11 +174,16 @@ def choose(lanes: Sequence[LaneBytes], budget: Budget, more_hosts: bool = True) 
     raise OffloadError(
         f"{who} {size((host + over) * ranks)} of host memory for values at rest, {size(over * ranks)} more "
         f"than the {size(host * ranks)} that {they} may take",
-        f"Any one of these is enough: {'; '.join(_remedies(lanes, budget, over, more_hosts))}.",
+        f"Any one of these is enough: {'; '.join(_remedies(lanes, budget, over, on_hosts))}.",
     )
 
 
-def _remedies(lanes: Sequence[LaneBytes], budget: Budget, over: int, more_hosts: bool) -> Iterator[str]:
+def _remedies(
+    lanes: Sequence[LaneBytes],
+    budget: Budget,
+    over: int,
+    on_hosts: Callable[[int], list[LaneBytes]] | None,
+) -> Iterator[str]:
     """Changes of a budget that cannot be met, with each of which it can."""
     assert budget.host is not None
     yield f"fs.Offload(host='{size_option((budget.host + over) * budget.node_ranks)}')"
@@ -183,9 +193,27 @@ def _remedies(lanes: Sequence[LaneBytes], budget: Budget, over: int, more_hosts:
     homes, still_over = placed(lanes, replace(budget, has_disk=True))
     if not budget.has_disk and still_over <= 0:
         files = usage(lanes, homes)["disk"] * DISK_SLOTS * budget.node_ranks
-        yield f"disk=FOLDER, with {size(files)} free for a host"
-    if more_hosts and budget.host:
-        yield f"{ceil((budget.host + over) / budget.host)} times as many hosts, of as many ranks"
+        yield f"disk=FOLDER, with {size_option(files)} free for a host"
+    if on_hosts is not None:
+        times = first_fitting(lambda count: placed(on_hosts(count), budget)[1] <= 0, _MOST_HOSTS)
+        if times is not None:
+            yield f"{times} times as many hosts, of as many ranks"
+
+
+def first_fitting(fits: Callable[[int], bool], most: int) -> int | None:
+    """A number from 1 to `most` that fits while the one before it does not; None: none was found.
+
+    The larger ones are not tried first: among very many ranks, small lanes are mostly padding.
+    """
+    low, high = 0, 1
+    while not fits(high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _smallest_device(lanes: Sequence[LaneBytes], budget: Budget) -> int | None:
@@ -434,7 +462,13 @@ def rest_under(
     """Where values rest with `offload`. Raises if its budget cannot be met."""
     each = tuple(bytes_of(lane, strategy == "replicate") for lane in lanes)
     budget = budget_of(offload, each, full_bytes, free)
-    homes = choose(each, budget, more_hosts=strategy not in ("replicate", "hybrid"))
+
+    def on_hosts(times: int) -> list[LaneBytes]:
+        return [bytes_of(lane, False, times) for lane in lanes]
+
+    # Of what is copied to each host, a rank has as much on more of them; and one backward is for one rank.
+    alike = strategy in ("replicate", "hybrid") or offload.one_backward
+    homes = choose(each, budget, None if alike else on_hosts)
     return resting_of(offload, each, homes, budget)
 
 

@@ -94,6 +94,7 @@ class Layout:
     pieces: tuple[Piece, ...]
     ranks: int
     interval: int
+    align: int
 
     @property
     def total(self) -> int:
@@ -102,6 +103,11 @@ class Layout:
     @property
     def num_elements(self) -> int:
         return sum(piece.num_elements for piece in self.pieces)
+
+    def on(self, ranks: int) -> Layout:
+        """The same parameters on another number of ranks."""
+        end = round_up(max((piece.stop for piece in self.pieces), default=0), self.align)
+        return replace(self, ranks=ranks, interval=round_up(-(-end // ranks), self.align))
 
     def kept(self, piece: Piece, rank: int) -> tuple[int, int]:
         """The elements of a parameter that a rank keeps, as [start, stop) of the parameter."""
@@ -151,7 +157,7 @@ def lay_out(
         piece = Piece(name, tuple(shape), tuple(order), offset)
         pieces.append(piece)
         offset = round_up(piece.stop, align)
-    return Layout(tuple(pieces), ranks, round_up(-(-offset // ranks), align))
+    return Layout(tuple(pieces), ranks, round_up(-(-offset // ranks), align), align)
 
 
 def laid_out_elements(sizes: Sequence[int], ranks: int, align: int) -> int:

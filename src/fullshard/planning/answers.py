@@ -13,6 +13,7 @@ from fullshard.byte_sizes import size, size_option
 from fullshard.errors import FullshardError, OptionError
 from fullshard.option_table import CheckpointActivations
 from fullshard.options import Options, parse
+from fullshard.plan.homes import first_fitting
 from fullshard.plan.plan import planned_levels
 from fullshard.plan.schedule import Phase
 from fullshard.plan.units import Unit, find_units
@@ -420,19 +421,3 @@ def _fewest(step: Step, question: Question) -> int | None:
 
     nodes = first_fitting(fits, _MOST_RANKS // each)
     return None if nodes is None else nodes * each
-
-
-def first_fitting(fits: Callable[[int], bool], most: int) -> int | None:
-    """A number from 1 to `most` that fits while the one before it does not; None: none was found.
-
-    The larger ones are not tried first: among very many ranks, small lanes are mostly padding.
-    """
-    low, high = 0, 1
-    while not fits(high):
-        if high >= most:
-            return None
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

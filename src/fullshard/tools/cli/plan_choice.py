@@ -9,7 +9,8 @@ from typing import Any
 
 from fullshard.byte_sizes import size
 from fullshard.errors import OptionError
-from fullshard.planning.answers import Answer, Question, answer, first_fitting, need_of, step_of
+from fullshard.plan.homes import first_fitting
+from fullshard.planning.answers import Answer, Question, answer, need_of, step_of
 from fullshard.planning.choosing import WIRES, Disk, NothingFits, Scope, Traced, anything_fits, search
 from fullshard.planning.needs import Need
 from fullshard.planning.runs import run_of
