@@ -213,6 +213,32 @@ def test_the_line_for_a_script_shards_a_model_as_it_was_planned() -> None:
     assert "Give --strategy zero1 or replicate" in err
 
 
+def test_the_line_for_a_script_gives_a_host_beside_a_disk_no_more_than_was_planned() -> None:
+    said = (
+        "gpt2",
+        "--sequence",
+        "64",
+        "--ranks",
+        "1",
+        "--strategy",
+        "zero3",
+        "--spare",
+        "0",
+        "--disk",
+        "9GiB",
+    )
+    code, out, _ = main(*said, "--memory", "4GiB", "--offload", "optimizer", "--host-memory", "1.06GiB")
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if line.startswith("In a script: "))
+    options = eval(f"dict({line.removeprefix('In a script: fs.shard(model, ')}", {"fs": fs, "FOLDER": "run"})
+    assert 1.0 * GIB <= options["offload"].host <= 1.06 * GIB
+    model = find("gpt2", Batch(1, 64)).build()
+    resting = fs.plan(model.to(torch.float32), ranks=1, **options).resting
+    assert resting is not None
+    assert 0.9 * GIB < resting.host_bytes <= 1.06 * GIB
+    assert resting.disk_bytes
+
+
 def test_one_backward_that_does_not_fit_is_told_of_several_ranks() -> None:
     said = (*SMALL, "--ranks", "1", "--offload", "optimizer", "--one-backward")
     code, out, _ = main(*said, "--memory", "2GiB")

@@ -19,7 +19,7 @@ from fullshard.options import Options
 from fullshard.planning.answers import SPARE, Question, need_of
 from fullshard.planning.machines import Machine
 from fullshard.planning.needs import Need, Step
-from fullshard.planning.offloading import Request
+from fullshard.planning.offloading import Request, host_option
 from fullshard.planning.settings import Choice, Rejected, Settings, seconds
 from fullshard.planning.times import MOVING
 from fullshard.precision import Precision
@@ -344,7 +344,7 @@ def _offload(one: Need, request: Request, disk: Disk | None) -> str | dict[str, 
     device = resting.budget.device
     values: dict[str, Any] = {"device": size_option(device, at_most=True) if device else 0}
     if resting.budget.host is not None:
-        values["host"] = size_option(resting.budget.host * resting.budget.node_ranks)
+        values["host"] = host_option(resting)
     if disk is not None and resting.disk_bytes:
         values["disk"] = disk.folder
     return values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fullshard.byte_sizes import size_option
 from fullshard.errors import OptionError
 from fullshard.offload import PRESETS, Offload
-from fullshard.plan.homes import Budget
+from fullshard.plan.homes import Budget, Resting
 from fullshard.planning.needs import Need
 from fullshard.planning.transfers import Rates
 
@@ -95,6 +95,13 @@ def shortage(one: Need, request: Request) -> str | None:
     return None
 
 
+def host_option(resting: Resting) -> str:
+    """The memory of a host, to be written as an option: if values are on disk, more of it would have more of
+    them in memory than was planned; if none are, they are the same with any that has room for them."""
+    assert resting.budget.host is not None
+    return size_option(resting.budget.host * resting.budget.node_ranks, at_most=resting.disk_bytes > 0)
+
+
 def as_option(one: Need, request: Request) -> str:
     """What to write in a script for homes like these."""
     resting = one.resting
@@ -107,7 +114,7 @@ def as_option(one: Need, request: Request) -> str:
     if budget.device:  # more of it, and the peak could be above the memory
         parts.append(f'device="{size_option(budget.device, at_most=True)}"')
     if budget.host is not None:
-        parts.append(f'host="{size_option(budget.host * budget.node_ranks)}"')
+        parts.append(f'host="{host_option(resting)}"')
     parts += ["disk=FOLDER"] * budget.has_disk
     if request.how == "optimizer":
         parts.append(f"kinds={budget.kinds!r}")
