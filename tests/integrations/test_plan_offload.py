@@ -255,6 +255,8 @@ def test_one_backward_that_does_not_fit_is_told_of_several_ranks() -> None:
         (("--offload", "cpu"), "Choose one of host, optimizer, auto"),
         (("--host-memory", "512"), "Write it as 512GiB or 2TB."),
         (("--offload", "host", "--host-link", "fast"), "is not a bandwidth"),
+        (("--offload", "host", "--host-link", "0GB/s"), "Give a bandwidth above 0"),
+        (("--offload", "host", "--disk-link", "0GB/s"), "Give a bandwidth above 0"),
         (("--offload", "host", "--flops", "fast"), "Write it as 400TFLOP/s."),
         (("--overlap",), "--overlap is for --offload"),
         (("--slabs", "2GiB"), "--slabs is for --offload"),

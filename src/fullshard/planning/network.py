@@ -187,6 +187,8 @@ def bandwidth(text: str) -> float:
         raise OptionError(f"{text!r} is not a bandwidth", "Write it as 50GB/s (bytes) or 400Gb/s (bits).")
     number, prefix, unit = match.groups()
     value = float(number) * _UNITS[prefix]
+    if not 0 < value < math.inf:
+        raise OptionError(f"{text!r} is not a bandwidth", "Give a bandwidth above 0, such as 50GB/s.")
     return value if unit == "B" else value / 8
 
 
