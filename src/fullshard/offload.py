@@ -37,7 +37,8 @@ class Offload:
     device: bytes of values at rest that stay on the compute device of each rank ('22GiB'); 'auto' is what is
         free there, less what computing needs.
     host: bytes on each host, which its ranks share; None: no limit, 'auto': what is free there.
-    disk: a folder for masters and optimizer state that exceed that.
+    disk: a folder for masters and optimizer state that exceed that. Beside the values at rest, each rank then
+        has 32 buffers of a chunk in host memory, for what is read and written.
     kinds: what may rest elsewhere: 'compute' (the shards that gathers send), 'master' (those that the
         optimizer updates, where parameters are cast), 'gradients' and 'state' (what the optimizer keeps).
     chunk: elements of each kind that an optimizer's step works on at once; None: 4 Mi, or more, by the model.

@@ -15,9 +15,10 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 from fullshard.engine import step_slabs
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitValues
-from fullshard.plan.homes import KINDS, PLACES
+from fullshard.plan.homes import DISK_BUFFERS, KINDS, PLACES
 from fullshard.plan.plan import Plan
 
 
@@ -67,6 +68,13 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, 
     return total
 
 
+def disk_buffers(model: nn.Module) -> int:
+    """Bytes of the buffers between files and the device that there are after a step."""
+    homes = {lane.homes.master for lane in runtime_of(model).lanes if lane.homes.master.kind == "disk"}
+    pools = [pool for home in homes if isinstance(home, DiskHome) for pool in home._buffers.values()]
+    return DISK_BUFFERS * sum(pool.size_bytes for pool in pools)
+
+
 def compare(plan: Plan, real: dict[tuple[str, str], int], files: list[int]) -> None:
     resting = plan.resting
     assert resting is not None
@@ -108,6 +116,8 @@ def plans_and_tensors(folder: Path, world: int) -> None:
             disk = getattr(offload, "disk", None)
             files = [] if disk is None else [file.stat().st_size for file in Path(disk).glob("*/value-*")]
             compare(planned, held(model, optimizer), files)
+            if precision == "bf16":
+                assert planned.resting.disk_buffer_bytes == disk_buffers(model)
             with fs.full(model):  # no rank's files go before all have counted
                 pass
 

@@ -17,8 +17,8 @@ import torch
 from fullshard.engine.disk import ALIGNMENT, DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.host_memory import lock_pages, unlock_pages
+from fullshard.plan.homes import DISK_BUFFERS
 
-BUFFERS = 16  # for reading, and as many for writing
 _Range = tuple[int, int, int]  # address of a value, first byte, number of bytes
 
 
@@ -50,7 +50,7 @@ class DiskHome:
         try:
             with self.transfers.up(self.transfers.now(), after):
                 for number, (start, length) in enumerate(ranges):
-                    for later in ranges[number : number + BUFFERS // 2]:
+                    for later in ranges[number : number + DISK_BUFFERS // 2]:
                         self.read_ahead(values, *later)
                     self.fetch(values, start, staged[start : start + length])
                 mark = self.transfers.mark_up()
@@ -149,7 +149,7 @@ class DiskHome:
             if pool is not None:
                 pool.settle()
             register = self._lock_pages if self.compute_device.type == "cuda" else None
-            pool = self._buffers[use] = DiskBuffers(BUFFERS, size_bytes, register)
+            pool = self._buffers[use] = DiskBuffers(DISK_BUFFERS, size_bytes, register)
         return pool
 
     def _lock_pages(self, address: int, size_bytes: int) -> None:

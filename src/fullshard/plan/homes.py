@@ -31,6 +31,11 @@ CHUNKS = 512  # at most, where they need not be larger than that
 SLABS_OF_LARGE, SLAB_BYTES = 8, 18  # sets that large chunks leave room for, and their bytes per element
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
+DISK_BUFFERS = (
+    16  # of a rank in host memory, for chunks that are read, and as many for those that are written
+)
+_PAGE = 4096
+_READ_BYTES = 4 * 2**20  # of a file at once, if a step has not written them
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
 _MOST_HOSTS = 2**17  # times as many, of which an error speaks
 _STAYING = ("compute", "gradients", "master", "state")  # the last to leave the device first
@@ -385,6 +390,26 @@ def slab_bytes(
     return int(num_elements * (sets * sum(fetched.values()) + sum(near.values())))
 
 
+def disk_buffer_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
+    """Host memory of a rank between its files and where it computes: buffers of a chunk of one value each."""
+    read = written = 0
+    for lane, home in zip(lanes, homes, strict=True):
+        for kind, place, num_bytes in held(lane, home):
+            if place == "disk" and num_bytes:
+                value = ceil(num_bytes / (STATES if kind == "state" else 1))
+                in_chunk = ceil(value * min(1, chunk / lane.num_elements))
+                read = max(read, in_chunk, min(value, _READ_BYTES))
+                written = max(written, in_chunk)
+    # Blocks of a file are blocks in memory, which takes a page more.
+    return DISK_BUFFERS * sum((ceil(most / _PAGE) + 1) * _PAGE for most in (read, written) if most)
+
+
+def most_disk_buffer_bytes(lanes: Sequence[LaneBytes], chunk: int) -> int:
+    """The same, if everything were on disk that may be there."""
+    movable = [lane for lane in lanes if not lane.stays]
+    return disk_buffer_bytes(movable, [LaneHomes("disk", "disk", "host", "disk")] * len(movable), chunk)
+
+
 @dataclass(frozen=True)
 class Resting:
     """Where the values of all lanes rest, in the order of units and lanes."""
@@ -414,6 +439,11 @@ class Resting:
     def disk_bytes(self) -> int:
         """Files of all ranks of a host."""
         return self.bytes_at("disk") * DISK_SLOTS * self.budget.node_ranks
+
+    @property
+    def disk_buffer_bytes(self) -> int:
+        """Host memory of each rank for what is read and written, beside what rests there."""
+        return disk_buffer_bytes(self.lanes, self.homes, self.chunk)
 
     @property
     def _set_bytes(self) -> int:

@@ -353,6 +353,9 @@ class Plan:
         lines = _table(rows, range(1, 7))
         if resting.bytes_at("disk"):
             lines.append("on disk each value has two slots, which the last column counts")
+            lines.append(
+                f"between disk and device: buffers of {size(resting.disk_buffer_bytes)} in host memory"
+            )
         if resting.slab_bytes:
             lines.append(f"optimizer step: slabs of {size(resting.slab_bytes)} on the {resting.step}")
         if budget.host is not None:

@@ -363,9 +363,10 @@ def _offload_line(question: Question, step: Step, more: str = "") -> list[str]:
 
 
 def _host_memory(one: Need, question: Question, step: Step) -> int:
-    """What a host must have for these homes, and for inputs of blocks."""
+    """What a host must have for these homes, for inputs of blocks, and for buffers of a disk."""
     assert one.resting is not None
-    needed = one.resting.host_bytes + question.host_ranks * step.trace.host_bytes
+    beside = step.trace.host_bytes + one.resting.disk_buffer_bytes
+    needed = one.resting.host_bytes + question.host_ranks * beside
     return ceil(needed / (1 - question.spare))
 
 

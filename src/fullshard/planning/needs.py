@@ -28,8 +28,11 @@ from fullshard.plan.homes import (
     LaneBytes,
     Resting,
     bytes_of,
+    chunk_of,
+    most_disk_buffer_bytes,
     placed,
     resting_of,
+    trained_elements,
 )
 from fullshard.plan.plan import LanePlan, Plan, plan_of
 from fullshard.plan.schedule import Call, across_limit, in_flight_limit
@@ -131,7 +134,8 @@ class Step:
 def need(step: Step, ranks: int, options: Options, budget: Budget | None = None) -> Need:
     """`ranks` share one copy of the model; with hybrid they are those of a node. `options` know the nodes.
 
-    `budget`: with offload, for values at rest. Whether the host has enough for them is for the caller to see.
+    `budget`: with offload, for values at rest and for the buffers of a disk. Whether the host has enough is
+    for the caller to see.
     """
     options = replace(options, on_gpu=step.on_gpu)
     if budget is not None and options.keep_node is None:
@@ -139,8 +143,13 @@ def need(step: Step, ranks: int, options: Options, budget: Budget | None = None)
     plan = plan_of(step.units, ranks, options, step.path)
     if budget is not None:
         lanes = tuple(bytes_of(x, options.replicated) for unit in plan.units for x in unit.lanes)
+        offload = options.offload or Offload()
         homes = placed(lanes, budget)[0]
-        plan = replace(plan, resting=resting_of(options.offload or Offload(), lanes, homes, budget))
+        if budget.host is not None and any("disk" in vars(home).values() for home in homes):
+            buffers = most_disk_buffer_bytes(lanes, chunk_of(offload, trained_elements(lanes)))
+            budget = replace(budget, host=max(0, budget.host - buffers))
+            homes = placed(lanes, budget)[0]
+        plan = replace(plan, resting=resting_of(offload, lanes, homes, budget))
     rest = _at_rest(step, plan)
     return max([rest, *_moments(step, plan, options, rest)], key=lambda one: one.peak)
 

@@ -671,6 +671,9 @@ def _print_homes(result: Answer, request: Request) -> None:
     print(f"\nAt rest with {one.strategy}, GiB per rank and per {host}:\n")
     head = "home", "compute", "masters", "gradients", "state", "rank", "host", "of"
     table(head, _home_rows(one, request))
+    if one.resting is not None and one.resting.disk_buffer_bytes:
+        buffers = _gib(one.resting.disk_buffer_bytes)
+        print(f"\nBuffers between disk and device take {buffers} of host memory per rank.")
     if one.transfers is not None and any(vars(one.transfers).values()):
         _print_transfers(result, one, one.transfers, request)
     if result.best is not None:
@@ -855,6 +858,7 @@ def _homes_json(result: Answer, one: Need) -> dict[str, Any]:
         "homes": {place: {kind: resting.bytes_at(place, kind) for kind in KINDS} for place in PLACES},
         "host_bytes": resting.host_bytes,
         "disk_bytes": resting.disk_bytes,
+        "disk_buffer_bytes": resting.disk_buffer_bytes,
         "device_budget_bytes": resting.budget.device,
         "moved_bytes_per_step": asdict(one.transfers),
         "pass_transfer_s": one.transfers.pass_s(request.rates, ranks),
