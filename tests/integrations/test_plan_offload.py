@@ -142,6 +142,18 @@ def test_buffers_of_a_disk_are_planned_within_the_memory_of_the_host() -> None:
     assert enough["strategies"]["zero3"]["disk_buffer_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    "more", [("--offload", "optimizer", "--disk", "1TiB"), ("--offload-activations", "--batch", "16")]
+)
+def test_a_host_without_room_for_buffers_or_inputs_of_blocks_is_too_small_though_nothing_rests_there(
+    more: tuple[str, ...],
+) -> None:
+    code, found = asked(*SMALL, *more, "--host-memory", "2MiB")
+    assert code == 1
+    (enough,) = re.findall(r"would need --host-memory ([\d.]+[GM]iB)", " ".join(found["advice"]))
+    assert asked(*SMALL, *more, "--host-memory", enough)[0] == 0
+
+
 def test_auto_fills_the_device_and_not_more() -> None:
     said = (*SMALL, "--memory", "3.3GiB")
     assert asked(*said)[0] == 1

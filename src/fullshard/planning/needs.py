@@ -147,7 +147,7 @@ def need(step: Step, ranks: int, options: Options, budget: Budget | None = None)
         homes = placed(lanes, budget)[0]
         if budget.host is not None and any("disk" in vars(home).values() for home in homes):
             buffers = most_disk_buffer_bytes(lanes, chunk_of(offload, trained_elements(lanes)))
-            budget = replace(budget, host=max(0, budget.host - buffers))
+            budget = replace(budget, host=budget.host - buffers)
             homes = placed(lanes, budget)[0]
         plan = replace(plan, resting=resting_of(offload, lanes, homes, budget))
     rest = _at_rest(step, plan)

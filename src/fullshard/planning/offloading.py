@@ -60,10 +60,13 @@ class Request:
         )
 
     def budget(self, spare: float, node_ranks: int, activation_bytes: int) -> Budget:
-        """With nothing on the device that may leave it. `activation_bytes`: of each rank, on the host too."""
+        """With nothing on the device that may leave it. `activation_bytes`: of each rank, on the host too.
+
+        Where the host has no room for these alone, its budget is below 0, and nothing fits.
+        """
         host = None
         if self.host_bytes is not None:
-            host = max(0, round(self.host_bytes * (1 - spare)) // node_ranks - activation_bytes)
+            host = round(self.host_bytes * (1 - spare)) // node_ranks - activation_bytes
         return Budget(0, host, self.disk_bytes is not None, PRESETS[self.how].kinds, node_ranks)
 
 
