@@ -64,13 +64,15 @@ def test_offload_is_a_word_or_a_budget_whose_folder_is_relative_to_the_file(
     assert budget == fs.Offload(2048, 5000, folder / "homes", ("master", "state"))
     passed: list[list[str]] = []
     monkeypatch.setattr("fullshard.training.command.train", lambda *given: passed.append(given[1]) or 0)
-    for text in ("optimizer", "none", "device=22GiB,host=90GB,disk=/scratch/a b", "host=4096"):
+    forms = "overlap=true,slabs=1GiB,one_backward=false"
+    for text in ("optimizer", "none", "device=22GiB,host=90GB,disk=/scratch/a b", "host=4096", forms):
         assert cli.main(["train", str(folder / "config.yaml"), "--offload", text]) == 0
     assert [offload("host", overrides) for overrides in passed] == [
         "optimizer",
         None,
         fs.Offload("22GiB", "90GB", Path("/scratch/a b")),
         fs.Offload(host=4096),
+        fs.Offload(overlap=True, slabs="1GiB"),
     ]
     json.dumps(load(folder / "config.yaml", passed[2]).as_dict())
 

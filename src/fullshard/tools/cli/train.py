@@ -69,7 +69,13 @@ def _offload_value(text: str) -> str:
     if "=" not in text:
         return "null" if text == "none" else text
     parts = [part.partition("=") for part in text.split(",")]
-    return json.dumps({key.strip(): int(value) if value.isdigit() else value for key, _, value in parts})
+    return json.dumps({key.strip(): _scalar(value) for key, _, value in parts})
+
+
+def _scalar(text: str) -> bool | int | str:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdigit() else text
 
 
 TRAIN = Command(
