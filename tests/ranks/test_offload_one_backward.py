@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import test_offload
 import test_offload_use as uses
@@ -20,6 +22,7 @@ import engines
 import fullshard as fs
 import ranks
 from fullshard import offload as offload_option
+from fullshard.engine.away_gradients import AwayGradient
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import GradientError, OptionError, StateError
 
@@ -252,26 +255,89 @@ ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _aliases() -> None:
-    for strategy in ("zero3", "replicate"):
-        for name, alias in ALIASES.items():
-            model, parameter = model_with_gradients(strategy=strategy)
-            assert parameter.grad is not None
-            before = parameter.grad.clone()
-            other = alias(parameter.grad)
-            other.mul_(0.3)
-            assert torch.equal(parameter.grad, before * 0.3), (strategy, name)
-            assert torch.equal(other, before * 0.3), (strategy, name)
-            alias(parameter.grad).requires_grad_()
-            assert not parameter.grad.requires_grad, (strategy, name)
-            kept = other.clone()
-            model.zero_grad()
-            engines.loss_of(model, engines.batch(1, 0)).backward()  # into memory that nobody holds
-            assert torch.equal(other, kept), (strategy, name)
-            assert not torch.equal(parameter.grad, kept), (strategy, name)
+    for strategy, (name, alias) in itertools.product(("zero3", "replicate"), ALIASES.items()):
+        model, parameter = model_with_gradients(strategy=strategy)
+        assert parameter.grad is not None
+        before = parameter.grad.clone()
+        other = alias(parameter.grad)
+        other.mul_(0.3)
+        assert torch.equal(parameter.grad, before * 0.3), (strategy, name)
+        assert torch.equal(other, before * 0.3), (strategy, name)
+        alias(parameter.grad).requires_grad_()
+        assert not parameter.grad.requires_grad, (strategy, name)
+        kept = other.clone()
+        model.zero_grad()
+        engines.loss_of(model, engines.batch(1, 0)).backward()  # into memory that nobody holds
+        assert torch.equal(other, kept), (strategy, name)
+        assert not torch.equal(parameter.grad, kept), (strategy, name)
 
 
 def test_what_is_written_into_another_object_for_a_gradient_is_written_into_the_gradient() -> None:
     ranks.run(_aliases, 1)
+
+
+EXACT: dict[str, Callable[[torch.Tensor], Any]] = {  # bf16 holds a half of each value
+    **{name: lambda g, alias=alias: alias(g).mul_(0.5) for name, alias in ALIASES.items()},
+    "itself": lambda g: g.mul_(0.5),
+    "a list": lambda g: torch._foreach_mul_([g], 0.5),
+    "a list of aliases": lambda g: torch._foreach_mul_([g.data], 0.5),
+    "copy_": lambda g: g.copy_(g * 0.5),
+    "set data": lambda g: setattr(g, "data", g * 0.5),
+    "out": lambda g: torch.mul(g, 0.5, out=g),
+}
+
+
+def _unseen() -> None:
+    for strategy, (name, write) in itertools.product(("zero3", "replicate"), EXACT.items()):
+        _, parameter = model_with_gradients(strategy=strategy)
+        assert parameter.grad is not None
+        before = parameter.grad.clone()
+        assert "Gradient" in repr(parameter.grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            assert repr(parameter.grad)
+            write(parameter.grad)
+        assert torch.equal(parameter.grad, before * 0.5), (strategy, name)
+
+
+def test_what_is_written_counts_where_torch_functions_of_subclasses_are_switched_off() -> None:
+    ranks.run(_unseen, 1)
+
+
+MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data_ptr": lambda g: g.data_ptr(),
+    "untyped_storage": lambda g: g.untyped_storage(),
+    "storage": lambda g: g.storage(),
+    "dlpack": lambda g: torch.from_dlpack(g),
+    "share_memory_": lambda g: g.share_memory_(),
+    "apply_": lambda g: g.apply_(lambda x: x),
+    "map_": lambda g: g.map_(g, lambda x, _: x),
+    "set_": lambda g: g.set_(torch.zeros(3)),
+    "resize_": lambda g: g.resize_(3),
+}
+
+
+def _without_memory() -> None:
+    for offload in (fs.Offload(one_backward=True), fs.Offload(one_backward=True, kinds=("state",))):
+        options: dict[str, Any] = {"strategy": "replicate", "precision": "bf16", "offload": offload}
+        model = engines.shard_blocks(engines.build(), **options)
+        engines.loss_of(model, engines.batch(0, 0)).backward()
+        gradient = model.head.weight.grad
+        before = gradient.clone()
+        assert isinstance(gradient, AwayGradient)
+        for name, use in MEMORY.items():
+            with pytest.raises(GradientError, match=rf"{name}.*p\.grad\.clone\(\)"):
+                use(gradient)
+            with torch._C.DisableTorchFunctionSubclass(), pytest.raises(GradientError, match=name):
+                use(gradient)
+        assert torch.equal(gradient, before)
+        assert gradient.tolist() == before.tolist()
+        assert np.array_equal(np.asarray(gradient), before.numpy())
+        with pytest.raises(ValueError, match="read-only"):
+            gradient.numpy()[0] = 1
+
+
+def test_what_takes_memory_from_a_gradient_is_refused_or_a_copy_that_cannot_be_written() -> None:
+    ranks.run(_without_memory, 1)
 
 
 def _several_written() -> None:

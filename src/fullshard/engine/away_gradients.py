@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
@@ -23,14 +23,24 @@ from torch.utils._pytree import tree_map
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.cuts import Cut
-from fullshard.engine.gradients import HANDLERS, GradShard, Holder, gradients_in, name_of, plainly, reshape
-from fullshard.engine.tensors import written_by
+from fullshard.engine.gradients import (
+    HANDLERS,
+    GradShard,
+    Holder,
+    gradients_in,
+    name_of,
+    plainly,
+    refuse,
+    reshape,
+)
+from fullshard.engine.tensors import without_memory, written_by
 from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__)
 _ATEN_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_OTHER_MEMORY = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
 _ALIASES = {
     *(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__, torch.Tensor.as_subclass),  # type: ignore[attr-defined]
     *(torch.ops.aten.detach, torch.ops.aten.alias, *_ATEN_ALIASES),
@@ -85,9 +95,7 @@ class AwayGradient(GradShard):
         answers: bool,
         cut: Cut,
     ) -> AwayGradient:
-        gradient: AwayGradient = torch.Tensor._make_wrapper_subclass(
-            AwayGradient, values.shape, strides=values.stride(), dtype=like.dtype, device=like.device
-        )
+        gradient = without_memory(AwayGradient, values, like)
         gradient.comm, gradient.holder, gradient.answers, gradient.cut = comm, holder, answers, cut
         gradient.replicated = part is not None
         gradient.source, gradient.parameter, gradient.values_at_rest = source, index, values
@@ -99,15 +107,70 @@ class AwayGradient(GradShard):
     def alias(self) -> AwayGradient:
         """Another object for the same gradient."""
         with plainly():
-            made: AwayGradient = torch.Tensor._make_wrapper_subclass(
-                AwayGradient, self.shape, strides=self.stride(), dtype=self.dtype, device=self.device
-            )
+            made = without_memory(AwayGradient, self, self)
         made.__dict__.update(self.__dict__)
         made.original = self
         return made
 
     def __copy__(self) -> AwayGradient:
         return self.alias()
+
+    def elements(self) -> torch.Tensor:
+        self.source.settle()
+        return self.readable()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Where `__torch_function__` is switched off, torch would give it memory of its own."""
+        self.copy_(value)
+
+    # These take memory without asking `__torch_dispatch__`, and here there is none.
+
+    def data_ptr(self) -> int:
+        _refuse_memory("data_ptr")
+
+    def untyped_storage(self) -> Any:
+        _refuse_memory("untyped_storage")
+
+    def storage(self) -> Any:
+        _refuse_memory("storage")
+
+    def _typed_storage(self) -> Any:
+        _refuse_memory("storage")
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        _refuse_memory("share_memory_")
+
+    def apply_(self, *_: Any) -> Any:
+        _refuse_memory("apply_")
+
+    def map_(self, *_: Any) -> Any:
+        _refuse_memory("map_")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        _refuse_memory("dlpack")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Not to be written: known norms would not be true any more."""
+        if not self.replicated:
+            return refuse(torch.Tensor.numpy, (self,), {})
+        array = self.elements().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array.astype(dtype or array.dtype, copy=bool(copy))
+
+    def tolist(self) -> Any:
+        return self.elements().tolist() if self.replicated else refuse(torch.Tensor.tolist, (self,), {})
 
     @property
     def part(self) -> torch.Tensor:  # type: ignore[override]
@@ -173,8 +236,9 @@ class AwayGradient(GradShard):
             gradient.source.settle()
         if func is _UNSCALE:
             return _unscale(*args)
-        by_us = not torch._C._is_torch_function_enabled()  # for reading
-        if func in _ATEN_ALIASES and not by_us and found[0].rests_as_computed:
+        if func.overloadpacket in _OTHER_MEMORY:
+            _refuse_memory(func)
+        if func in _ATEN_ALIASES and found[0].rests_as_computed:
             return found[0].alias()
         makes_view = func not in _ATEN_ALIASES and any(r.alias_info for r in func._schema.returns)
         changes = func._schema.is_mutable
@@ -217,6 +281,14 @@ def _kept(factor: torch.Tensor) -> torch.Tensor:
     if last is None or last[0]() is not factor or last[1] != factor._version:
         last = AwayGradient._factor = weakref.ref(factor), factor._version, factor.detach().clone()
     return last[2]
+
+
+def _refuse_memory(func: Any) -> NoReturn:
+    raise GradientError(
+        f"{name_of(func)!r} of a gradient that rests on another device, or in another dtype, than its "
+        "parameter: it has no memory there",
+        "Take p.grad.clone() first to read it; write it with functions of torch.",
+    )
 
 
 def _refuse_view(func: Any) -> Any:

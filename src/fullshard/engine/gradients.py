@@ -151,20 +151,22 @@ class GradShard(torch.Tensor):
             return [relabel(func, o, (g,), {}) for o, g in zip(out, args[0], strict=True)]
         return out
 
+    def elements(self) -> torch.Tensor:
+        """Those of this rank as a plain tensor, for reading."""
+        with plainly():
+            return self.as_subclass(torch.Tensor)  # type: ignore[no-any-return,unused-ignore]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.replicated or self.cut is None:  # the latter is a state that an optimizer keeps
-            with plainly():
-                return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return self.elements().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return refuse(GradShard.__reduce_ex__, (self,), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with plainly():
-            copied = self.detach().as_subclass(torch.Tensor).clone()
+        copied = self.elements().detach().clone()
         return copied if self.replicated else self.like(copied, self.cut)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with plainly():
-            values = self.detach().as_subclass(torch.Tensor)
+        values = self.elements().detach()
         kept = "replicated" if self.replicated else f"this rank's {values.numel()} elements"
         return f"{type(self).__name__}({kept}, {values!r})"
 
@@ -342,7 +344,7 @@ def reshape(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if out.dtype != shard.dtype:
                 return refuse(func, args, kwargs)
             cut = cut.reshaped(out.shape)
-        values = shard.as_subclass(torch.Tensor)
+        values = shard.elements()
         return shard.like(values.reshape(shard_shape(cut.shape, values.numel())), cut)
 
 
