@@ -17,6 +17,7 @@ import test_offload_use as uses
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import engines
 import fullshard as fs
@@ -410,6 +411,72 @@ def _kept_graph() -> None:
 
 def test_a_second_backward_of_a_kept_graph_has_gradients_of_its_own_after_zero_grad() -> None:
     ranks.run(_kept_graph, 1)
+
+
+class Twice(nn.Module):
+    """Two checkpoints, each of which is a backward of its own inside that of a checkpoint around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = engines.block(), engines.block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + checkpoint(self.first, x, use_reentrant=True)
+        return x + checkpoint(self.second, x, use_reentrant=True)
+
+
+class Nested(engines.Net):
+    again = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in [*self.blocks, *(self.blocks if self.again else [])]:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class NestedAgain(Nested):
+    again = True
+
+
+def _nested() -> None:
+    for strategy in ("zero3", "zero1", "replicate"):
+        found = []
+        for offload in (None, fs.Offload(one_backward=True), fs.Offload(one_backward=True, kinds=("state",))):
+            options: dict[str, Any] = {"precision": "bf16", "strategy": strategy, "offload": offload}
+            model = engines.shard_blocks(engines.build(Nested), **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            norms = []
+            for step in range(3):
+                uses.backward(model, step)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([*norms, *uses.values(model).values()])
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other)), strategy
+        ranks.end_groups_of_models()
+
+
+def test_parts_of_one_backward_that_bring_gradients_of_different_parameters_are_joined() -> None:
+    ranks.run(_nested, 1)
+
+
+def _nested_sums() -> None:
+    offload = fs.Offload(one_backward=True)
+    model = engines.shard_blocks(engines.build(NestedAgain), precision="bf16", offload=offload)
+    with pytest.raises(StateError, match=r"in several parts.*cannot hold their sum.*use_reentrant=False"):
+        uses.backward(model, 0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_parts_of_one_backward_whose_sum_they_cannot_hold_are_an_error_that_says_so() -> None:
+    ranks.run(_nested_sums, 1)
 
 
 def _refused() -> None:

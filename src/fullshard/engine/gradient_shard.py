@@ -99,7 +99,7 @@ class LaneGradients:
 
     def require_no_sum(self, divisor: float) -> None:
         """Before gradients arrive: those that rest as they were computed are neither added up nor divided."""
-        if self.as_computed and (self.live or divisor != 1):
+        if self.as_computed and (self.was_live or divisor != 1):
             found = f"are to be divided by {divisor}" if divisor != 1 else "of this step are there already"
             raise StateError(
                 f"gradients of {unit_label(self._unit)} {found}, and fs.Offload(one_backward=True) keeps "
@@ -107,6 +107,25 @@ class LaneGradients:
                 "Call optimizer.zero_grad() after each step, with set_to_none=True; or leave out "
                 "one_backward to accumulate gradients.",
             )
+
+    def add(self, own: torch.Tensor, total: torch.Tensor) -> None:
+        """To what is staged. Parts of one backward often bring gradients of different parameters, and zeros
+        for the others: their sum is as it was computed.
+        """
+        if not self.as_computed:
+            own.add_(total)
+            return
+        added = own.to(total.dtype).add_(total)
+        within = [self._layout.in_shard(piece, self._comm.rank) for piece in self._layout.pieces]
+        if not all(_holds(own.dtype, added[start:stop]) for start, stop in within):
+            raise StateError(
+                f"one backward brings gradients of {unit_label(self._unit)} in several parts, such as those "
+                f"of reentrant checkpoints inside one another. {own.dtype} cannot hold their sum, and "
+                "fs.Offload(one_backward=True) keeps gradients as they were computed",
+                "Call torch.utils.checkpoint with use_reentrant=False, or use "
+                "fs.shard(checkpoint_activations=True); or leave out one_backward.",
+            )
+        own.copy_(added)
 
     def staged(self) -> torch.Tensor:
         """This rank's interval on the compute device; its values only if a sum is added to them."""
@@ -179,10 +198,7 @@ class LaneGradients:
         return values
 
     def require_room(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
-        if values.dtype == place.dtype:
-            return
-        narrow = values.to(place.dtype)
-        if not torch.allclose(narrow.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
+        if not _holds(place.dtype, values):
             name = self._layout.pieces[index].name
             raise GradientError(
                 f"the gradient of {name!r} in {unit_label(self._unit)} rests in {place.dtype}, as it was "
@@ -223,3 +239,10 @@ class LaneGradients:
         """Whether user code still holds these gradients (PCGrad does): they must not be overwritten."""
         refs = max(map(sys.getrefcount, self.views), default=0)
         return self._storage_uses() > self._own_uses or refs > self._own_refs
+
+
+def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
+    """Whether these are the same in it."""
+    if values.dtype == dtype:
+        return True
+    return torch.allclose(values.to(dtype).to(values.dtype), values, rtol=0, atol=0, equal_nan=True)

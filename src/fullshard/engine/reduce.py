@@ -412,7 +412,10 @@ class Reduction:
         elif gradients.live or lane.dtypes.sum != lane.dtypes.rest:
             total = torch.empty_like(own, dtype=lane.dtypes.sum)
             flight.wire.mean(flight.received, flight.divisor, total)
-            (own.add_ if gradients.live else own.copy_)(total)
+            if gradients.live:
+                gradients.add(own, total)
+            else:
+                own.copy_(total)
         else:
             flight.wire.mean(flight.received, flight.divisor, own)
         gradients.put_back(own)
