@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -249,11 +250,58 @@ def test_a_change_of_shape_in_place_is_refused_and_changes_nothing(name: str) ->
     assert torch.equal(split, plain)
 
 
+TAKERS: list[Callable[[Tensor], Any]] = [
+    np.from_dlpack,
+    torch.from_dlpack,
+    torch._neg_view,
+    lambda t: t.share_memory_(),
+    lambda t: t.data_ptr(),
+    lambda t: t.apply_(lambda x: x),
+    lambda t: t.map_(t, lambda x, _: x),
+    lambda t: t.storage().fill_(0),
+    lambda t: t.untyped_storage().fill_(0),
+    lambda t: t.untyped_storage().copy_(torch.zeros(24, 8).untyped_storage()),
+    lambda t: t.untyped_storage().resize_(0),
+    lambda t: t.untyped_storage().share_memory_(),
+    lambda t: t.untyped_storage().__setitem__(0, 1),
+    lambda t: t.untyped_storage().tolist(),
+    lambda t: t.untyped_storage().data_ptr(),
+    lambda t: copy.deepcopy(t.untyped_storage()),
+    lambda t: pickle.dumps(t.untyped_storage()),
+    lambda t: t.set_(torch.zeros(3)),
+    lambda t: torch.zeros(3).set_(t),
+]
+
+
 def test_what_other_code_takes_memory_from_is_refused() -> None:
-    parameter = parameter_over(pair()[0])
-    for take in (np.from_dlpack, torch.from_dlpack, lambda t: t.share_memory_(), torch._neg_view):
+    split, plain = pair()
+    parameter = parameter_over(split)
+    for take in TAKERS:
         with pytest.raises(AtRestError, match=r"split_masters.*p\.detach\(\)\.clone\(\)"):
             take(parameter.detach())
+    assert torch.equal(split, plain)
+
+
+def test_torch_itself_raises_where_it_would_use_a_pointer_that_is_null() -> None:
+    values = parameter_over(pair()[0]).detach()
+    for take in (torch.Tensor.data_ptr, torch.utils.dlpack.to_dlpack, torch.Tensor.apply_):
+        with pytest.raises((RuntimeError, TypeError)):
+            take(values)
+    with pytest.raises(RuntimeError):
+        torch.Tensor.untyped_storage(values).fill_(0)
+
+
+def test_storages_tell_their_size_and_which_are_the_same() -> None:
+    split, plain = pair()
+    parameter = parameter_over(split)
+    for of_split, of_plain in ((parameter, plain[8:200]), (parameter.data[3], plain[8:16])):
+        storage = of_split.untyped_storage()
+        assert storage.nbytes() == of_plain.untyped_storage().nbytes()
+        assert storage._cdata == split.untyped_storage()._cdata
+        assert storage.device == of_plain.untyped_storage().device
+    assert not parameter.is_shared()
+    assert not StorageWeakRef(parameter.untyped_storage()).expired()
+    assert parameter.untyped_storage()._cdata != pair()[0].untyped_storage()._cdata
 
 
 def test_collectives_into_one_are_refused_because_what_they_write_would_be_lost(tmp_path: Any) -> None:

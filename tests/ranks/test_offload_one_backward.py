@@ -306,7 +306,7 @@ def test_what_is_written_counts_where_torch_functions_of_subclasses_are_switched
 
 MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
     "data_ptr": lambda g: g.data_ptr(),
-    "untyped_storage": lambda g: g.untyped_storage(),
+    "untyped_storage": lambda g: g.untyped_storage().fill_(0),
     "storage": lambda g: g.storage(),
     "dlpack": lambda g: torch.from_dlpack(g),
     "share_memory_": lambda g: g.share_memory_(),

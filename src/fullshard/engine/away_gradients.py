@@ -33,7 +33,8 @@ from fullshard.engine.gradients import (
     refuse,
     reshape,
 )
-from fullshard.engine.tensors import without_memory, written_by
+from fullshard.engine.no_memory import storages, without_memory
+from fullshard.engine.tensors import written_by
 from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
@@ -95,7 +96,7 @@ class AwayGradient(GradShard):
         answers: bool,
         cut: Cut,
     ) -> AwayGradient:
-        gradient = without_memory(AwayGradient, values, like)
+        gradient = without_memory(AwayGradient, values, like.dtype, like.device)
         gradient.comm, gradient.holder, gradient.answers, gradient.cut = comm, holder, answers, cut
         gradient.replicated = part is not None
         gradient.source, gradient.parameter, gradient.values_at_rest = source, index, values
@@ -107,7 +108,7 @@ class AwayGradient(GradShard):
     def alias(self) -> AwayGradient:
         """Another object for the same gradient."""
         with plainly():
-            made = without_memory(AwayGradient, self, self)
+            made = without_memory(AwayGradient, self, self.dtype, self.device)
         made.__dict__.update(self.__dict__)
         made.original = self
         return made
@@ -133,8 +134,9 @@ class AwayGradient(GradShard):
     def data_ptr(self) -> int:
         _refuse_memory("data_ptr")
 
-    def untyped_storage(self) -> Any:
-        _refuse_memory("untyped_storage")
+    def untyped_storage(self) -> torch.UntypedStorage:
+        with plainly():
+            return _storage(self)
 
     def storage(self) -> Any:
         _refuse_memory("storage")
@@ -289,6 +291,9 @@ def _refuse_memory(func: Any) -> NoReturn:
         "parameter: it has no memory there",
         "Take p.grad.clone() first to read it; write it with functions of torch.",
     )
+
+
+_storage = storages(_refuse_memory)
 
 
 def _refuse_view(func: Any) -> Any:

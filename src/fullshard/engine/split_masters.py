@@ -17,12 +17,13 @@ would keep the key by which torch dispatches here. What is at rest again is a Sp
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from fullshard.engine.no_memory import storages, without_memory
 from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
 from fullshard.engine.tensors import note_written, written_by
 from fullshard.engine.transfers import Mark, Transfers
@@ -57,6 +58,11 @@ class Halves:
 
     def __len__(self) -> int:
         return len(self.low)
+
+    @functools.cached_property
+    def storage(self) -> torch.UntypedStorage:
+        """By name only."""
+        return _storage(SplitValues.all_of(self))
 
     def _parts(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Elements from `start`, the first of a byte of the bitmap, to `stop`."""
@@ -123,14 +129,38 @@ class SplitValues(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    # These take memory without asking `__torch_dispatch__`.
+
     def data_ptr(self) -> int:
-        raise _refusal("data_ptr", "has no memory of its own")
+        _refuse_memory("data_ptr")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of all values of the lane: views of the same values have the same one."""
+        return self.split_values.storage
+
+    def storage(self) -> Any:
+        _refuse_memory("storage")
+
+    def _typed_storage(self) -> Any:
+        _refuse_memory("storage")
 
     def __dlpack__(self, **_: Any) -> Any:
-        raise _refusal("dlpack", "has no memory of its own")
+        _refuse_memory("dlpack")
 
     def share_memory_(self) -> Any:
-        raise _refusal("share_memory_", "has no memory of its own")
+        _refuse_memory("share_memory_")
+
+    def apply_(self, *_: Any) -> Any:
+        _refuse_memory("apply_")
+
+    def map_(self, *_: Any) -> Any:
+        _refuse_memory("map_")
+
+    def map2_(self, *_: Any) -> Any:
+        _refuse_memory("map2_")
+
+    def is_shared(self) -> bool:
+        return False
 
     def is_pinned(self, device: Any = None) -> bool:
         return self.split_values.low.is_pinned()
@@ -393,14 +423,7 @@ def _split_kind(kind: type) -> type:
 def _like(cls: type, halves: Halves, view: torch.Tensor) -> Any:
     """At the same place in the halves as `view` is in its memory."""
     with torch.inference_mode(False):  # it lives on, and writes into it are counted
-        values: Any = torch.Tensor._make_wrapper_subclass(
-            cls,
-            view.shape,
-            strides=view.stride(),
-            storage_offset=view.storage_offset(),
-            dtype=torch.float32,
-            device=halves.low.device,
-        )
+        values: Any = without_memory(cls, view, torch.float32, halves.low.device)
     values.__dict__[_VALUES] = halves
     return values
 
@@ -410,6 +433,13 @@ def _is_view(func: Any) -> bool:
     if first is None or first.is_write:
         return False
     return any(out.alias_info is not None for out in func._schema.returns)
+
+
+def _refuse_memory(name: str) -> NoReturn:
+    raise _refusal(name, "has no memory of its own")
+
+
+_storage = storages(_refuse_memory)
 
 
 def _refusal(name: str, why: str) -> AtRestError:

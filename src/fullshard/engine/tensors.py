@@ -66,20 +66,6 @@ def snapshot(value: Any, change: Callable[[torch.Tensor], torch.Tensor] = _same)
     return _Rebuild(change, objects=True, always=True).of(value, _DEPTH)
 
 
-def without_memory(kind: type[_T], view: torch.Tensor, like: torch.Tensor) -> _T:
-    """A tensor that has its place, dtype and device by name only. Torch must not take a pointer from it."""
-    made: _T = torch.Tensor._make_wrapper_subclass(
-        kind,
-        view.shape,
-        strides=view.stride(),
-        storage_offset=view.storage_offset(),
-        dtype=like.dtype,
-        device=like.device,
-    )
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    return made
-
-
 def written_by(func: Any, args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
     """Tensors of this class that an operator changes in place, alone or in lists."""
     found: list[_T] = []
