@@ -143,6 +143,23 @@ def test_what_a_parameter_has_shown_is_not_kept() -> None:
         show(parameter, torch.zeros(24, 8))
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (1, 8), (8,), (1,), (), (2, 1, 3)])
+def test_a_graph_that_has_saved_what_a_parameter_has_shown_is_right_or_fails(shape: tuple[int, ...]) -> None:
+    split, plain = pair()
+    count = torch.Size(shape).numel()
+    parameter = nn.Parameter(torch.zeros(shape))
+    show(parameter, split[8 : 8 + count].view(shape))
+    show(parameter, plain[8 : 8 + count].view(shape).clone())
+    x = torch.ones(shape, requires_grad=True)
+    product = (x * parameter).sum()
+    show(parameter, split[8 : 8 + count].view(shape))
+    if count > 1:
+        with pytest.raises(RuntimeError, match="must match"):
+            torch.autograd.grad(product, x)
+    else:
+        assert torch.equal(torch.autograd.grad(product, x)[0], parameter.detach())
+
+
 class Named(nn.Parameter):
     """A class of the user's."""
 

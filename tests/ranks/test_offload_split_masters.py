@@ -304,6 +304,43 @@ def test_parameters_are_the_same_objects_with_memory_wherever_code_needs_it() ->
     ranks.run(_identity, 2)
 
 
+def differentiated_later(model: nn.Module, name: str) -> None:
+    """What was computed inside fs.full."""
+    parameters = dict(model.named_parameters())
+    weight, bias = parameters["head.weight"], parameters["head.bias"]
+    with fs.full(model):
+        loss = {
+            "saved": lambda: weight.square().sum(),
+            "not saved": lambda: weight.sum(),
+            "given": lambda: (bias * torch.ones_like(bias)).sum(),
+            "all": lambda: sum(p.square().sum() for p in parameters.values()),
+        }[name]()
+    for derive in (
+        lambda: torch.autograd.grad(loss, [weight, bias], allow_unused=True, retain_graph=True),
+        lambda: torch.autograd.backward(loss, inputs=[weight, bias], retain_graph=True),
+        lambda: torch.autograd.backward(loss, retain_graph=True),
+    ):
+        with pytest.raises(AtRestError, match=r"parameter '.*inside fs\.full.*fs\.penalty"):
+            derive()
+
+
+def _later() -> None:
+    for offload in (None, "host", split("host")):
+        for name in ("saved", "not saved", "given", "all"):
+            model, optimizer = uses.new({"precision": "bf16", "offload": offload})
+            differentiated_later(model, name)
+            model.zero_grad()
+            uses.steps(model, optimizer, 0)
+        ranks.end_groups_of_models()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_of_parameters_inside_fs_full_that_is_differentiated_later_is_an_error_of_ours(
+    num_ranks: int,
+) -> None:
+    ranks.run(_later, num_ranks)
+
+
 def _opening_fails() -> None:
     """torch's own weak reference to one parameter: it cannot be shown as a plain one."""
     model, optimizer = uses.new({"precision": "bf16", "offload": split("host")})

@@ -4,19 +4,25 @@ A graph holds the compute parameters, never the user's own: torch would take the
 `allow_unused` return nothing. So the one function through which both calls go is wrapped. Where an input is a
 sharded parameter, its compute parameter is differentiated, the engine reduces, and what it would assign to
 `p.grad` is the result. Calls without such inputs pass.
+
+A graph that holds the user's own all the same was built at rest, or inside fs.full. Guards on parameters
+raise where a gradient comes to them; where torch fails before that, on values that are not those of the graph
+any more, its leaves tell why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.engine.optimizers import owner
+from fullshard.engine.lane import Lane
+from fullshard.engine.optimizers import every_owner, owner
 from fullshard.engine.runtime import Runtime
-from fullshard.errors import NotSupported, StateError
+from fullshard.engine.split_masters import shown_before
+from fullshard.errors import AtRestError, FullshardError, NotSupported, StateError, unit_label
 
 _INPUTS = 3  # position of `inputs` behind the outputs: gradients, retain_graph, create_graph, inputs
 _FUNCTION = "_engine_run_backward"
@@ -33,7 +39,7 @@ def _run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = args[_INPUTS] if len(args) > _INPUTS else ()
     runtimes = _runtimes(inputs) if inputs else {}
     if not runtimes:
-        return _original(t_outputs, *args, **kwargs)
+        return _run(t_outputs, *args, **kwargs)
     if args[_INPUTS - 1]:
         raise NotSupported(
             "create_graph=True with respect to sharded parameters",
@@ -61,10 +67,13 @@ def _runtimes(inputs: Sequence[Any]) -> dict[int, Runtime]:
 
 
 def _leaves(runtime: Runtime, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """What of these parameters is in graphs: compute parameters, and penalties on them."""
+    """What of these parameters is in graphs: compute parameters, and penalties on them. What is in a graph
+    that was built inside fs.full is among them, to be refused.
+    """
     given = set(map(id, inputs))
     computed = [lane.compute_parameters[i] for p, lane, i in runtime.places() if id(p) in given]
-    return [*computed, runtime.anchor]
+    shown = [each for p in inputs if (each := shown_before(p)) is not None and each.requires_grad]
+    return [*computed, *shown, runtime.anchor]
 
 
 def _is_batched(gradient: Any) -> bool:
@@ -74,7 +83,51 @@ def _is_batched(gradient: Any) -> bool:
 
 def _accumulate(outputs: Any, before: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
     """A backward that reaches these inputs alone."""
-    return _original(outputs, *before, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
+    return _run(outputs, *before, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
+
+
+def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _original(outputs, *args, **kwargs)
+    except FullshardError:
+        raise
+    except RuntimeError as error:
+        known = _contents()
+        for leaf in _leaves_of(outputs):
+            if id(leaf) in known:
+                lane, index = known[id(leaf)]
+                raise used_at_rest(lane.unit, lane.layout.pieces[index].name) from error
+        raise
+
+
+def _contents() -> dict[int, tuple[Lane, int]]:
+    """Whatever of sharded parameters graphs may hold: those of the user, and what they have shown before."""
+    lanes = (lane for runtime in every_owner() for lane in runtime.lanes)
+    places = [(p, (lane, index)) for lane in lanes for index, p in enumerate(lane.parameters)]
+    shown = [(each, place) for p, place in places if (each := shown_before(p)) is not None]
+    return {id(tensor): place for tensor, place in [*places, *shown]}
+
+
+def _leaves_of(outputs: Sequence[Any]) -> Iterator[torch.Tensor]:
+    left = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+
+
+def used_at_rest(unit: str, name: str) -> AtRestError:
+    return AtRestError(
+        f"parameter {name!r} of {unit_label(unit)} was used in the loss outside of the model's forward: at "
+        "rest, where it holds only this rank's elements, or inside fs.full, which takes its values back",
+        "Compute with parameters inside the model's forward; for a penalty on weights use "
+        "fs.penalty(model, lambda name, p: p.abs()), or the optimizer's weight_decay.",
+    )
 
 
 def _gradients(

@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.engine import direct, transforms
 from fullshard.engine.activations import DeviceKeeper, HostKeeper, Keeper, checkpointed
-from fullshard.engine.autograd_inputs import watch_inputs
+from fullshard.engine.autograd_inputs import used_at_rest, watch_inputs
 from fullshard.engine.data_parallel_guard import refuse_ddp_around
 from fullshard.engine.direct import Place, linear
 from fullshard.engine.late_changes import watch_changes
@@ -343,12 +343,7 @@ class RestGuard:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         parameter.grad = None
-        raise AtRestError(
-            f"parameter {self.name!r} of {unit_label(self.unit)} was used in the loss while at rest, where it"
-            " holds only this rank's elements",
-            "Compute with parameters inside the model's forward; for a penalty on weights use "
-            "fs.penalty(model, lambda name, p: p.abs()), or the optimizer's weight_decay.",
-        )
+        raise used_at_rest(self.unit, self.name)
 
 
 def attach(runtime: Runtime, model: nn.Module) -> None:

@@ -117,6 +117,12 @@ def owner(parameter: torch.Tensor) -> Runtime | None:
     return reference() if reference is not None else None
 
 
+def every_owner() -> list[Runtime]:
+    """Of sharded parameters in this process."""
+    runtimes = (reference() for reference in _owners.values())
+    return list(dict.fromkeys(runtime for runtime in runtimes if runtime is not None))
+
+
 def runtimes_of(optimizer: Optimizer) -> list[Runtime]:
     """Of its parameters, in their order: the same on all ranks, for what these do together."""
     owners = (owner(p) for group in optimizer.param_groups for p in group["params"])

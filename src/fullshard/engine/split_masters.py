@@ -390,13 +390,27 @@ def _exchange(parameter: torch.Tensor, view: SplitValues) -> None:
         _CLASS.__set__(spare, nn.Parameter)
         parameter.__dict__[_VALUES] = spare.__dict__.pop(_VALUES)
         parameter.__dict__[_VIEW] = view
-        _data.__set__(spare, torch.empty(0, dtype=torch.float32))  # not to keep what the parameter has shown
+        _data.__set__(spare, _instead_of(spare))  # not to keep what the parameter has shown
     view.__dict__["spare"] = spare
     # Hooks are kept by the object, but autograd has them registered for the other contents.
     if parameter._backward_hooks is not None:
         parameter._backward_hooks = parameter._backward_hooks
     if hooks is not None:
         parameter._post_accumulate_grad_hooks = hooks
+
+
+def _instead_of(shown: torch.Tensor) -> torch.Tensor:
+    """What fits nowhere that these values fit: a graph that has saved them fails."""
+    if shown.numel() == 1:
+        return shown.detach().clone()
+    return torch.empty([0 if size > 1 else size for size in shown.shape], dtype=torch.float32)
+
+
+def shown_before(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What is in graphs of a parameter at rest that were built where it has shown plain values."""
+    view = parameter.__dict__.get(_VIEW)
+    spare: torch.Tensor | None = None if view is None else view.__dict__["spare"]
+    return spare
 
 
 def _swap(parameter: torch.Tensor, spare: torch.Tensor) -> None:
