@@ -93,6 +93,18 @@ def _assigned(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 0.75
 
 
+def stepped_by_hand(options: dict[str, Any], _: Path) -> Any:
+    """All parameters in one call, with their gradients: torch counts such writes where it computes."""
+    model, _ = new(options)
+    for number in range(3):
+        backward(model, number)
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.1)
+        model.zero_grad()
+    return values(model)
+
+
 def edited_between_backward_and_step(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     for number, edit in enumerate((lambda p: p.mul_(0.5), lambda p: p.data.add_(0.1), _assigned)):
@@ -303,6 +315,7 @@ USES: dict[str, Run] = {
     for run in (
         edited_in_fs_full,
         edited_in_place,
+        stepped_by_hand,
         edited_between_backward_and_step,
         written_between_backward_and_step,
         with_an_optimizer_that_goes,

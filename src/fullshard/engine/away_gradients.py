@@ -34,7 +34,7 @@ from fullshard.engine.gradients import (
     reshape,
 )
 from fullshard.engine.no_memory import storages, without_memory
-from fullshard.engine.tensors import written_by
+from fullshard.engine.tensors import note_writes_of, written_by
 from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
@@ -255,6 +255,7 @@ class AwayGradient(GradShard):
         if changes:
             written = written_by(func, args, kwargs, AwayGradient)
             _write([(gradient, values[id(gradient)]) for gradient in written])
+            note_writes_of(func, args, kwargs)
         return args[0] if changes and args and isinstance(out, torch.Tensor) else out
 
 

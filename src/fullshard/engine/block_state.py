@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fullshard.engine import low_bit
-from fullshard.engine.tensors import note_written, written_by
+from fullshard.engine.tensors import note_writes_of, note_written, written_by
 from fullshard.precision import BLOCK
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -95,6 +95,7 @@ class BlockState(torch.Tensor):
         own = {id(plain[id(state)]): state for state in written_by(func, args, kwargs, BlockState)}
         for state in own.values():
             state.write(plain[id(state)])
+        note_writes_of(func, args, kwargs)
         return tree_map(lambda value: own.get(id(value), value), out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

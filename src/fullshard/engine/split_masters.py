@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard.engine.no_memory import storages, without_memory
 from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
-from fullshard.engine.tensors import note_written, written_by
+from fullshard.engine.tensors import note_writes_of, written_by
 from fullshard.engine.transfers import Mark, Transfers
 from fullshard.errors import AtRestError, StateError
 
@@ -40,8 +40,6 @@ _LIKE = {
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like"),
     *("ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
 }
-# These move counters where they write, which is inside the dispatch; all others do so before it.
-_WITHOUT_COUNTING = ("_foreach_", "_fused_", "_amp_")
 _OTHER_MEMORY = {"set_", "resize_", "resize_as_", "set_data"}
 _data: Any = torch.Tensor.data  # torch's own descriptor
 _CLASS = object.__dict__["__class__"]  # what `__class__` is everywhere else
@@ -235,8 +233,7 @@ class SplitValues(torch.Tensor):
         changed = {each for each, known in before.items() if each.differs(known)}
         for each in changed.union(ranges[id(value)] for value in written.values()):
             each.write()
-        if name.startswith(_WITHOUT_COUNTING):
-            note_written(written_by(func, args, kwargs, torch.Tensor))
+        note_writes_of(func, args, kwargs)
         return tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

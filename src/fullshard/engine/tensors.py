@@ -83,6 +83,16 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
+# These move counters where they write, which is inside the dispatch; all others do so before it.
+_WITHOUT_COUNTING = ("aten::_foreach_", "aten::_fused_", "aten::_amp_")
+
+
+def note_writes_of(func: Any, args: Any, kwargs: Any) -> None:
+    """The same for whatever an operator has written in place, in a `__torch_dispatch__`."""
+    if func._schema.name.startswith(_WITHOUT_COUNTING):
+        note_written(written_by(func, args, kwargs, torch.Tensor))
+
+
 class _Rebuild:
     """Containers and plain objects made anew, always or where something inside them changed."""
 
