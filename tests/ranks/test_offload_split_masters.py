@@ -234,6 +234,23 @@ def with_masters_in_a_state_dict(options: dict[str, Any], folder: Path) -> Any:
     return uses.values(model)
 
 
+def with_contents_that_torch_exchanges(options: dict[str, Any], folder: Path) -> Any:
+    model, optimizer = new(options)
+    uses.steps(model, optimizer, 0)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        uses.steps(model, optimizer, 1)
+        with fs.full(model):
+            model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for parameter in model.head.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.75))
+    uses.steps(model, optimizer, 2)
+    return uses.values(model)
+
+
 OWN: dict[str, Callable[..., Any]] = {
     run.__name__: run
     for run in (
@@ -244,6 +261,7 @@ OWN: dict[str, Callable[..., Any]] = {
         with_penalties_on_weights,
         with_a_coefficient_that_is_used_again,
         with_masters_in_a_state_dict,
+        with_contents_that_torch_exchanges,
     )
 }
 

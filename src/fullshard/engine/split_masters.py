@@ -250,6 +250,10 @@ class SplitValues(torch.Tensor):
 class SplitParameter(SplitValues, nn.Parameter):
     """A parameter at rest whose master is in two parts."""
 
+    def module_load(self, other: torch.Tensor, assign: bool = False) -> Any:
+        """Where torch exchanges the contents of parameters for what it has loaded: for plain ones."""
+        return restored(super().module_load(other, assign))  # type: ignore[no-untyped-call]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
 
