@@ -209,7 +209,7 @@ def test_readers_get_the_values_of_a_run_without_also_after_clipping() -> None:
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "add_": lambda g: g.add_(torch.full_like(g, 0.1)),
     "data": lambda g: g.data.add_(torch.full_like(g, 0.1)),
-    "detach": lambda g: g.detach().div_(3),
+    "detach": lambda g: g.detach().sub_(0.1),
     "clamp_": lambda g: g.clamp_(-1.1e-5, 1.1e-5),
     "copy_": lambda g: g.copy_(torch.full_like(g, 0.1)),
     "foreach": lambda g: torch._foreach_add_([g], 0.1),

@@ -105,6 +105,26 @@ def stepped_by_hand(options: dict[str, Any], _: Path) -> Any:
     return values(model)
 
 
+def with_gradients_divided_by_numbers(options: dict[str, Any], _: Path) -> Any:
+    """And read, and clipped, before the step and behind it."""
+    model, optimizer = new(options)
+    found = {}
+    for number in range(3):
+        backward(model, number)
+        gradients = [p.grad for p in model.parameters()]
+        torch._foreach_div_(gradients, 3)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 1.7
+            parameter.grad.mul_(0.9).div_(7)
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        norms = torch.stack([p.grad.norm() for p in model.parameters()])
+        found |= {f"total {number}": total, f"norms {number}": norms}
+        optimizer.zero_grad()
+    return values(model) | found
+
+
 def edited_between_backward_and_step(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     for number, edit in enumerate((lambda p: p.mul_(0.5), lambda p: p.data.add_(0.1), _assigned)):
@@ -316,6 +336,7 @@ USES: dict[str, Run] = {
         edited_in_fs_full,
         edited_in_place,
         stepped_by_hand,
+        with_gradients_divided_by_numbers,
         edited_between_backward_and_step,
         written_between_backward_and_step,
         with_an_optimizer_that_goes,

@@ -39,13 +39,18 @@ from fullshard.errors import GradientError
 
 Factor = torch.Tensor | float
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__)
+_DIVIDES = (torch._foreach_div_, torch.Tensor.div_, torch.Tensor.__itruediv__)
+_SCALES = (torch._foreach_mul_, torch.Tensor.mul_, torch.Tensor.__imul__, *_DIVIDES)
 _ATEN_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _OTHER_MEMORY = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
 _ALIASES = {
     *(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__, torch.Tensor.as_subclass),  # type: ignore[attr-defined]
     *(torch.ops.aten.detach, torch.ops.aten.alias, *_ATEN_ALIASES),
 }
+
+
+class Divisor(float):
+    """A factor to divide by. Multiplying by its inverse would round otherwise."""
 
 
 class Source(Protocol):
@@ -188,14 +193,15 @@ class AwayGradient(GradShard):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _SCALES and len(args) == 2 and not kwargs and _is_factor(args[1]):
-            many = func is torch._foreach_mul_
+        if func in _SCALES and len(args) == 2 and not kwargs and _is_factor(func, args[1]):
+            many = name_of(func).startswith("_foreach_")
             scaled = args[0] if many else [args[0]]
             if not any(isinstance(g, GradShard) and g.holder.postponed for g in scaled):
                 near = [g for g in scaled if not isinstance(g, AwayGradient)]
                 if near:  # together: in one call for those on the device
                     func(near, args[1])
                 factor = _kept(args[1]) if isinstance(args[1], torch.Tensor) else args[1]
+                factor = Divisor(factor) if func in _DIVIDES else factor
                 for gradient in scaled:
                     if isinstance(gradient, AwayGradient):
                         gradient.scale(factor)
@@ -224,7 +230,7 @@ class AwayGradient(GradShard):
         if not self.source.postpone_factor(self.parameter, factor):
             self.holder.await_update()
             self.source.settle()
-            values.mul_(factor)
+            multiply(values, factor)
             self.source.write(self.parameter, values, values)
 
     @classmethod
@@ -304,9 +310,16 @@ def _refuse_view(func: Any) -> Any:
     )
 
 
-def _is_factor(value: Any) -> bool:
-    if type(value) is torch.Tensor:
-        return value.dim() == 0
+def multiply(values: torch.Tensor, factor: Factor) -> None:
+    if type(factor) is Divisor:
+        values.div_(factor)
+    else:
+        values.mul_(factor)
+
+
+def _is_factor(func: Any, value: Any) -> bool:
+    if type(value) is torch.Tensor:  # how a division rounds depends on where its divisor is
+        return value.dim() == 0 and func not in _DIVIDES
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.away_gradients import AwayGradient, Factor
+from fullshard.engine.away_gradients import AwayGradient, Factor, multiply
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, Holder
 from fullshard.engine.home import Home, HostHome
@@ -194,7 +194,7 @@ class LaneGradients:
             return values
         values = values.to(self._dtype)
         for factor in self.factors(index):
-            values.mul_(factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
+            multiply(values, factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
         return values
 
     def require_room(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
@@ -203,8 +203,8 @@ class LaneGradients:
             raise GradientError(
                 f"the gradient of {name!r} in {unit_label(self._unit)} rests in {place.dtype}, as it was "
                 "computed, and was given values that this cannot hold",
-                "Leave out fs.Offload(one_backward=True) to write into gradients; clipping and scaling by a "
-                "number work with it.",
+                "Leave out fs.Offload(one_backward=True) to write into gradients; clipping, and scaling by a "
+                "number, work with it.",
             )
 
     def write(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class LaneGradients:
             view = self.views[index]
             assert isinstance(view, AwayGradient)
             for factor in values:
-                view.values_at_rest.mul_(factor.cpu() if isinstance(factor, torch.Tensor) else factor)
+                multiply(view.values_at_rest, factor.cpu() if isinstance(factor, torch.Tensor) else factor)
 
     def factors(self, index: int) -> list[Factor]:
         """By which values that are fetched from here have to be multiplied."""

@@ -48,6 +48,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fullshard.engine.away_gradients import multiply
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
@@ -519,11 +520,11 @@ class StreamedStep:
         alike = all(list(map(id, each)) == list(map(id, factors[0])) for each in factors)
         if alike and len(factors) == len(staged.chunk.parts):
             for factor in factors[0]:
-                values.mul_(factor)
+                multiply(values, factor)
             return
         for part, each in zip(staged.shown, factors, strict=True):
             for factor in each:
-                values[staged.chunk.within(part)].mul_(factor)
+                multiply(values[staged.chunk.within(part)], factor)
 
     def _take_given(self, place: torch.Tensor, lane: Lane, part: Part) -> None:
         """A gradient that user code has set."""
