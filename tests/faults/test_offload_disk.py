@@ -32,6 +32,8 @@ import ranks
 import warm
 from engines import my_rank
 from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
+from fullshard.engine.disk_home import BUFFERS, DiskHome
+from fullshard.engine.transfers import Transfers
 from fullshard.errors import OffloadError
 
 PRECISIONS = ("fp32", "bf16")
@@ -564,6 +566,29 @@ def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None
     assert buffers.take() is first
     value.complete()
     assert bytes(value.path.read_bytes()[value._slot_bytes :][:8192]) == bytes(first)
+
+
+def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp_path: Path) -> None:
+    home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
+    values = home.zeros(4096 * 3 * BUFFERS, torch.float32)
+    values.copy_(torch.arange(len(values)))
+    starts = range(0, len(values), 4096)
+    ahead = BUFFERS + BUFFERS // 2
+    for start in starts[:ahead]:
+        home.read_ahead(values, start, 4096)
+    staged = torch.empty(4096)
+    for number, start in enumerate(starts):
+        assert (values.data_ptr(), 4 * start, 4 * 4096) in home._ahead
+        home.fetch(values, start, staged)
+        assert torch.equal(staged, values[start : start + 4096])
+        for later in starts[number + ahead : number + ahead + 1]:
+            home.read_ahead(values, later, 4096)
+        if number == BUFFERS:  # a step that fails leaves nothing announced
+            home.abandon()
+            assert not home._ahead
+            assert not home._wanted
+            for later in starts[number + 1 : number + 1 + ahead]:
+                home.read_ahead(values, later, 4096)
 
 
 def _with_few_open_files(folder: Path, may_raise: bool) -> Any:

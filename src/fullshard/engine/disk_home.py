@@ -33,6 +33,7 @@ class DiskHome:
         self._values: weakref.WeakValueDictionary[int, DiskValue] = weakref.WeakValueDictionary()
         self._buffers: dict[str, DiskBuffers] = {}
         self._ahead: dict[_Range, tuple[Pending, memoryview, DiskBuffers]] = {}
+        self._wanted: dict[_Range, DiskValue] = {}  # announced, in this order, and no buffer was left
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         value = DiskValue(self._folder.new_file(), num_elements, dtype)
@@ -69,7 +70,18 @@ class DiskHome:
         if not num_elements:
             return
         value, place = self._place(values, start, num_elements)
-        if place not in self._ahead and self._pool("read", place[2]).num_left:
+        if place not in self._ahead:
+            self._wanted.setdefault(place, value)
+        self._begin_wanted()
+
+    def _begin_wanted(self) -> None:
+        """In the order of what was announced, which is that of fetches. One that is passed over because no
+        buffer is left would be read while its fetch waits, and the disk would have nothing else to do."""
+        while self._wanted:
+            place, value = next(iter(self._wanted.items()))
+            if not self._pool("read", place[2]).num_left:
+                return
+            del self._wanted[place]
             self._begin_read(value, place)
 
     def _begin_read(self, value: DiskValue, place: _Range) -> None:
@@ -83,7 +95,9 @@ class DiskHome:
         if not staged.numel():
             return
         value, place = self._place(values, start, len(staged))
+        self._begin_wanted()
         if place not in self._ahead:
+            self._wanted.pop(place, None)
             self._begin_read(value, place)
         pending, buffer, pool = self._ahead.pop(place)
         with _given_back_on_error(pool, buffer):
@@ -117,6 +131,7 @@ class DiskHome:
             value.abandon()
 
     def _drop_ahead(self) -> None:
+        self._wanted.clear()
         for place in list(self._ahead):
             self._drop(place)
 
