@@ -31,6 +31,7 @@ import fullshard as fs
 import ranks
 import warm
 from engines import my_rank
+from fullshard.engine import disk
 from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.engine.disk_home import BUFFERS, DiskHome
 from fullshard.engine.transfers import Transfers
@@ -589,6 +590,33 @@ def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp
             assert not home._wanted
             for later in starts[number + 1 : number + 1 + ahead]:
                 home.read_ahead(values, later, 4096)
+
+
+def test_checksums_that_take_long_do_not_keep_the_disk_from_other_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, write, transferred, crc32 = threading.Event(), os.pwritev, threading.Semaphore(0), disk.crc32
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        transferred.release()
+        return write(descriptor, buffers, offset)
+
+    def slow(data: Any, before: int = 0) -> int:
+        assert go.wait(60)
+        return int(crc32(data, before))
+
+    monkeypatch.setattr(os, "pwritev", counted)
+    monkeypatch.setattr(disk, "crc32", slow)
+    value, _tensor, _folder = _value(tmp_path)
+    buffers = DiskBuffers(5, CHUNK)
+    try:
+        for start, length in _ranges()[:5]:  # more than four at a time, the cores of a small host
+            value.start_write(start, buffers.take()[:length])
+        for _ in range(5):
+            assert transferred.acquire(timeout=60)
+    finally:
+        go.set()
+    value.complete()
 
 
 def _with_few_open_files(folder: Path, may_raise: bool) -> Any:
