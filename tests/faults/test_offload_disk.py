@@ -470,6 +470,31 @@ def test_faults_in_the_background_are_raised_where_they_are_waited_for(
         assert torch.equal(tensor, before + 1)
 
 
+def test_a_file_that_was_moved_away_is_not_mistaken_for_the_one_in_its_place(place: Path) -> None:
+    value, tensor, folder = _value(place)
+    _add_one(value, DiskBuffers(3, CHUNK))
+    value.complete()
+    value.commit()
+    before, away = tensor.clone(), folder.path / "away"
+    value.path.rename(away)
+    other = b"?" * (2 * value._slot_bytes)
+    value.path.write_bytes(other)
+    for use in (_read_all, _write_all):
+        if _has_direct(place):  # without it, nothing is opened by name
+            with pytest.raises(OffloadError, match="another file is in its place"):
+                use(value)
+        else:
+            use(value)
+        value.abandon()
+    assert value.path.read_bytes() == other
+    assert torch.equal(tensor, before)
+    away.replace(value.path)
+    _add_one(value, DiskBuffers(3, CHUNK))
+    value.complete()
+    value.commit()
+    assert torch.equal(tensor, before + 1)
+
+
 def test_what_a_step_has_not_written_is_checked_later_too(tmp_path: Path) -> None:
     value, _tensor, _folder = _value(tmp_path)
     for skipped in (1, 4):

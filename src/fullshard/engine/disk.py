@@ -450,6 +450,8 @@ class DiskValue:
             except OSError as error:
                 self._has_direct = error.errno != errno.EINVAL
         try:
+            if number is not None and not os.path.samestat(os.fstat(number), os.fstat(self._file.number)):
+                raise self._failed("use", "another file is in its place")
             yield number
         finally:
             if number is not None:
