@@ -561,6 +561,20 @@ def test_a_value_that_goes_while_it_is_written_keeps_its_file_open_until_that_is
     del folder
 
 
+def test_a_fork_that_drops_a_value_leaves_its_parents_file(tmp_path: Path) -> None:
+    value, tensor, _folder = _value(tmp_path)
+    child = os.fork()
+    if not child:
+        del tensor
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    _add_one(value, DiskBuffers(3, CHUNK))
+    value.complete()
+    value.commit()
+    assert torch.equal(tensor, torch.ones(NUM_ELEMENTS))
+
+
 def _is_open(number: int, inode: int) -> bool:
     try:
         return os.fstat(number).st_ino == inode

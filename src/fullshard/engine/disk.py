@@ -273,7 +273,7 @@ class DiskValue:
     """One flat value in a file of two slots."""
 
     def __init__(self, path: Path, num_elements: int, dtype: torch.dtype) -> None:
-        self.path, self.dtype = path, dtype
+        self.path, self.dtype, self._process = path, dtype, os.getpid()
         self.size_bytes = num_elements * dtype.itemsize
         self._slot_bytes = -(-max(self.size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._current = 0
@@ -322,6 +322,8 @@ class DiskValue:
     def _close(self) -> None:
         _libc.munmap(self.address, self._slot_bytes)
         self._file.close()
+        if os.getpid() != self._process:
+            return  # a fork drops its views: the file is its parent's
         with contextlib.suppress(OSError):
             self.path.unlink()
 
