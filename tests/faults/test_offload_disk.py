@@ -280,6 +280,55 @@ def test_other_peoples_files_in_the_folder_are_left_alone(tmp_path: Path) -> Non
     assert (tmp_path / "fullshard-offload-0123456789abcdef" / "file").exists()
 
 
+def test_a_process_that_is_killed_while_it_makes_or_removes_its_folder_leaves_nothing_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Before each of the calls that change the folder, in turn."""
+    code = """
+import fcntl, os, sys
+from pathlib import Path
+from fullshard.engine.disk import DiskFolder
+
+left = int(sys.argv[2])
+
+def killed_before(call):
+    def counted(*args, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return call(*args, **options)
+    return counted
+
+for module, name in ((fcntl, "flock"), (os, "unlink"), (os, "rmdir")):
+    setattr(module, name, killed_before(getattr(module, name)))
+folder = DiskFolder(Path(sys.argv[1]))
+for number in range(5):
+    folder.new_file().write_bytes(b"value")
+"""
+    ends = []
+    for count in range(12):
+        started = [f"{warm.commands()}/python", "-c", code, str(tmp_path), str(count)]
+        ends.append(subprocess.run(started, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}))
+        folder = DiskFolder(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [folder.path.name], count
+        folder._end()
+    assert [end.returncode for end in ends][:9] == [9] * 9
+    assert ends[-1].returncode == 0
+
+
+def test_a_folder_whose_lock_cannot_be_made_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "_locked", full)
+    with pytest.raises(OffloadError, match=r"cannot be used: .*No space left"):
+        DiskFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- reads and writes in the background
 
 CHUNK = 2**18

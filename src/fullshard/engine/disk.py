@@ -81,9 +81,11 @@ class DiskFolder:
                 remove_abandoned(parent)
                 self.path = parent / f"fullshard-offload-{secrets.token_hex(8)}"
                 self.path.mkdir(mode=0o700)
-                self._lock = _locked(self.path / _LOCK)
-            self._lock.write(f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
-            self._lock.flush()
+                try:
+                    self._lock = _locked(self.path / _LOCK)
+                except OSError:
+                    _remove_folder(self.path)
+                    raise
         except OSError as error:
             raise OffloadError(
                 f"{parent} cannot be used: {error}", "Give another folder to fs.Offload(disk=...)."
@@ -96,35 +98,51 @@ class DiskFolder:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    file = open(path, "xb")  # noqa: SIM115  held as long as the process lives
+    file = open(path, "xb", buffering=0)  # noqa: SIM115  held as long as the process lives
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
     return file
 
 
 def _remove(path: Path, lock: IO[bytes], process: int) -> None:
     if os.getpid() != process:
         return  # a fork of it ends
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove_folder(path)
     lock.close()
 
 
+def _remove_folder(path: Path | str) -> None:
+    """The lock goes last: this process may be killed, and what is left is known by it."""
+    with _opened(Path(path), os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
+        for name in os.listdir(folder):
+            if name != _LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+    if os.listdir(path) in ([], [_LOCK]):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_abandoned(parent: Path) -> list[str]:
-    """Remove folders here that processes of this user have left; the names of those removed."""
+    """Remove folders here that processes of this user have left, while `parent` is locked; their names."""
     removed = []
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):  # it may go at any time
             if _is_abandoned(entry):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                _remove_folder(entry.path)
                 removed.append(entry.name)
     return removed
 
 
 def _is_abandoned(entry: os.DirEntry[str]) -> bool:
-    """A folder of this user whose lock nobody holds."""
+    """A folder of this user whose lock nobody holds, or an empty one: its process was killed before it had a
+    lock, or behind the removal of it."""
     if not _NAME.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
         return False
     if entry.stat(follow_symlinks=False).st_uid != os.getuid():
         return False
+    if not os.listdir(entry.path):
+        return True
     with _opened(Path(entry.path) / _LOCK, os.O_NOFOLLOW) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
         return stat.S_ISREG(os.fstat(lock).st_mode)
