@@ -33,9 +33,10 @@ import warm
 from engines import my_rank
 from fullshard.engine import disk
 from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
-from fullshard.engine.disk_home import BUFFERS, DiskHome
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.transfers import Transfers
 from fullshard.errors import OffloadError
+from fullshard.plan.homes import DISK_BUFFERS
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -624,6 +625,60 @@ def test_a_fork_that_drops_a_value_leaves_its_parents_file(tmp_path: Path) -> No
     assert torch.equal(tensor, torch.ones(NUM_ELEMENTS))
 
 
+def test_without_threads_or_memory_to_begin_a_read_or_write_nothing_is_taken_and_later_ones_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
+    values = home.zeros(NUM_ELEMENTS, torch.float32)
+    staged = torch.ones(1000)
+    uses: list[Callable[..., None]] = [home.fetch, home.store]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for use in uses:
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.mmap, "mmap", refuse)
+            with pytest.raises(OffloadError, match="no memory for buffers"):
+                use(values, 0, staged)
+            home.abandon()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        disk._threads.cache_clear()
+        for use in uses * 2 * DISK_BUFFERS:
+            with pytest.raises(OffloadError, match="can't start new thread"):
+                use(values, 0, staged)
+            home.abandon()
+    staged.fill_(1)
+    home.store(values, 0, staged)
+    home.complete()
+    home.commit()
+    home.fetch(values, 0, staged.zero_())
+    assert torch.equal(staged, torch.ones(1000))
+    number = next(iter(home._values.values()))._file.number
+    inode = os.fstat(number).st_ino
+    del values
+    gc.collect()
+    _wait_for(lambda: not _is_open(number, inode))  # nobody uses it any more
+
+
+def test_a_value_that_cannot_be_mapped_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(value: DiskValue, _address: int | None, _slot: int) -> int:
+        raise OffloadError(f"{value.path} cannot be mapped")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(DiskValue, "_map", refuse)
+    with pytest.raises(OffloadError, match="cannot be mapped"):
+        DiskValue(tmp_path / "value", NUM_ELEMENTS, torch.float32)
+    assert not list(tmp_path.iterdir())
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def _is_open(number: int, inode: int) -> bool:
     try:
         return os.fstat(number).st_ino == inode
@@ -659,10 +714,10 @@ def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None
 
 def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp_path: Path) -> None:
     home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
-    values = home.zeros(4096 * 3 * BUFFERS, torch.float32)
+    values = home.zeros(4096 * 3 * DISK_BUFFERS, torch.float32)
     values.copy_(torch.arange(len(values)))
     starts = range(0, len(values), 4096)
-    ahead = BUFFERS + BUFFERS // 2
+    ahead = DISK_BUFFERS + DISK_BUFFERS // 2
     for start in starts[:ahead]:
         home.read_ahead(values, start, 4096)
     staged = torch.empty(4096)
@@ -672,7 +727,7 @@ def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp
         assert torch.equal(staged, values[start : start + 4096])
         for later in starts[number + ahead : number + ahead + 1]:
             home.read_ahead(values, later, 4096)
-        if number == BUFFERS:  # a step that fails leaves nothing announced
+        if number == DISK_BUFFERS:  # a step that fails leaves nothing announced
             home.abandon()
             assert not home._ahead
             assert not home._wanted

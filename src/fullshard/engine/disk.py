@@ -317,7 +317,12 @@ class DiskValue:
             if error.errno == errno.EMFILE:
                 remedy = "Every value on disk is an open file: raise the limit of this process (ulimit -n)."
             raise OffloadError(f"{path} cannot be made, which needs {needs}: {error}", remedy) from error
-        self.address = self._map(None, 0)
+        try:
+            self.address = self._map(None, 0)
+        except OffloadError:
+            self._file.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def _map(self, address: int | None, slot: int) -> int:
         flags = mmap.MAP_SHARED | (0 if address is None else _MAP_FIXED)
@@ -326,7 +331,10 @@ class DiskValue:
             address, self._slot_bytes, access, flags, self._file.number, slot * self._slot_bytes
         )
         if where is None or where == ctypes.c_void_p(-1).value:
-            raise OffloadError(f"{self.path} cannot be mapped: {os.strerror(ctypes.get_errno())}")
+            raise OffloadError(
+                f"{self.path} cannot be mapped: {os.strerror(ctypes.get_errno())}",
+                "Each value on disk is a mapping: raise their limits (ulimit -v, vm.max_map_count).",
+            )
         return int(where)
 
     def tensor(self) -> torch.Tensor:
@@ -395,17 +403,30 @@ class DiskValue:
 
     def _started(self, function: Callable[..., None], *args: Any) -> Pending:
         start, memory = args[-2:]
+        future: Future[None] = Future()
         self._file.enter()
         try:
-            future = _threads(os.getpid()).submit(self._run, function, *args)
-        except BaseException:
-            self._file.leave()
-            raise
+            _threads(os.getpid()).submit(self._run, future, function, *args)
+        except RuntimeError as error:  # no thread could be started
+            _threads.cache_clear()  # it counts too many threads as idle now, and would start fewer
+            # Threads that there are may have begun it all the same.
+            if future.cancel():
+                self._file.leave()
+                raise OffloadError(
+                    f"cannot use {self.path}: {error}",
+                    "Model and optimizer are as before this step. Allow more threads (ulimit -u).",
+                ) from error
         return Pending(start, start + len(memory), future)
 
-    def _run(self, function: Callable[..., None], *args: Any) -> None:
+    def _run(self, future: Future[None], function: Callable[..., None], *args: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             function(*args)
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            future.set_exception(error)
+        else:
+            future.set_result(None)
         finally:
             self._file.leave()
 
@@ -517,7 +538,11 @@ class DiskValue:
         self._checksums = {}
 
     def _require_file(self) -> None:
-        if not os.fstat(self._file.number).st_nlink:
+        try:
+            links = os.fstat(self._file.number).st_nlink
+        except OSError as error:  # other code has closed it; or the file system is gone
+            raise self._failed("use", str(error.strerror)) from error
+        if not links:
             raise self._failed("use", "it was removed")
 
     def _failed(self, verb: str, why: str) -> OffloadError:

@@ -16,6 +16,7 @@ import torch
 
 from fullshard.engine.disk import ALIGNMENT, DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.engine.transfers import Mark, Transfers
+from fullshard.errors import OffloadError
 from fullshard.host_memory import lock_pages, unlock_pages
 from fullshard.plan.homes import DISK_BUFFERS
 
@@ -89,7 +90,8 @@ class DiskHome:
         while not pool.num_left:
             self._drop(next(reversed(self._ahead)))  # the last to be needed: it is read when it is
         buffer = pool.take()
-        self._ahead[place] = value.start_read(place[1], _part(buffer, place)), buffer, pool
+        with _given_back_on_error(pool, buffer):
+            self._ahead[place] = value.start_read(place[1], _part(buffer, place)), buffer, pool
 
     def fetch(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         if not staged.numel():
@@ -112,8 +114,9 @@ class DiskHome:
         pool = self._pool("write", place[2])
         buffer = pool.take()
         part = _part(buffer, place)
-        torch.frombuffer(part, dtype=staged.dtype).copy_(staged, non_blocking=True)
-        written = value.start_write(place[1], part, self.transfers.mark_down().synchronize)
+        with _given_back_on_error(pool, buffer):
+            torch.frombuffer(part, dtype=staged.dtype).copy_(staged, non_blocking=True)
+            written = value.start_write(place[1], part, self.transfers.mark_down().synchronize)
         pool.give(buffer, written.settle)
 
     def complete(self) -> None:
@@ -164,7 +167,14 @@ class DiskHome:
             if pool is not None:
                 pool.settle()
             register = self._lock_pages if self.compute_device.type == "cuda" else None
-            pool = self._buffers[use] = DiskBuffers(DISK_BUFFERS, size_bytes, register)
+            try:
+                pool = self._buffers[use] = DiskBuffers(DISK_BUFFERS, size_bytes, register)
+            except OSError as error:
+                needs = f"{DISK_BUFFERS * size_bytes / 2**20:.0f} MiB"
+                raise OffloadError(
+                    f"no memory for buffers of values on disk, which need {needs}: {error}",
+                    "Model and optimizer are as before this step. Give a smaller fs.Offload(chunk=...).",
+                ) from error
         return pool
 
     def _lock_pages(self, address: int, size_bytes: int) -> None:
