@@ -215,6 +215,40 @@ def test_a_file_that_cannot_be_read_for_a_gather_is_an_error_on_all_ranks(tmp_pa
     ranks.run(_gather_fails, 2, tmp_path, timeout_s=120)
 
 
+def _save_fails(folder: Path) -> None:
+    model, optimizer = _new(folder / "values", "bf16")
+    for number in range(2):
+        _backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name in ("changed bytes", "short read"):
+        for background in (False, True):
+            save = partial(fs.save, folder / "checkpoint", model, optimizer, background=background)
+            inject, message = FAULTS[name]
+            with inject(folder) if my_rank() == 1 else nullcontext():
+                torch.distributed.barrier()
+                with pytest.raises(OffloadError, match=message) as caught:
+                    save()
+                torch.distributed.barrier()
+            assert "rank 1" in str(caught.value)
+            assert not (folder / "checkpoint").exists()
+    with torch.no_grad():  # what user code has written has no checksum
+        next(iter(model.parameters())).add_(1)
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(2)
+    before = _values(model, optimizer)
+    fs.save(folder / "checkpoint", model, optimizer)
+    _backward(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    fs.load(folder / "checkpoint", model, optimizer)
+    assert all(map(torch.equal, before, _values(model, optimizer)))
+
+
+def test_values_that_a_disk_has_changed_or_lost_are_not_saved(tmp_path: Path) -> None:
+    ranks.run(_save_fails, 2, tmp_path, timeout_s=120)
+
+
 def _no_room(folder: Path) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2**18))
     if my_rank() == 1:
@@ -756,7 +790,7 @@ def test_checksums_that_take_long_do_not_keep_the_disk_from_other_ranges(
         for start, length in _ranges()[:5]:  # more than four at a time, the cores of a small host
             value.start_write(start, buffers.take()[:length])
         for _ in range(5):
-            assert transferred.acquire(timeout=60)
+            assert transferred.acquire(timeout=10)
     finally:
         go.set()
     value.complete()

@@ -32,6 +32,7 @@ from fullshard.comm.messages import record
 from fullshard.elastic import reports
 from fullshard.elastic.keeper_places import own_places
 from fullshard.elastic.peer_ring import Spot, ring
+from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.environment import free_bytes, host_name
 from fullshard.errors import OptionError, RankMismatch, StateError
@@ -264,6 +265,7 @@ def _collect(
     of_model: tuple[torch.dtype | None, bool],
     beside: ControlGroup | None,
 ) -> tuple[tuple[Contents, Description], _Digests]:
+    _check_disk(runtime)
     (dtype, frozen), inline = of_model, _inline_bytes(runtime)
     saved = Contents(encoder=Encoder(inline, of_optimizer=True), shared=Encoder(inline, of_optimizer=True))
     contents.add_model(saved, runtime, model, dtype, frozen)
@@ -276,6 +278,16 @@ def _collect(
         tensors, replicated | contents.module_digests(saved), saved.compared.checksums(), short
     )
     return (saved, _describe(runtime, model, dtype, frozen)), digests
+
+
+def _check_disk(runtime: Runtime) -> None:
+    """Bytes that have changed on a disk must not become a checkpoint with checksums that fit them."""
+    for lane in runtime.lanes:
+        lane.follow_edits()
+    homes = [home for lane in runtime.lanes for home in (lane.home, lane.homes.state)]
+    for home in {id(home): home for home in homes}.values():
+        if isinstance(home, DiskHome):
+            home.check()
 
 
 def _short_bytes(beside: ControlGroup, saved: Contents) -> int:

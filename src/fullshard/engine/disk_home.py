@@ -32,6 +32,7 @@ class DiskHome:
         self.transfers, self.compute_device = transfers, transfers.device
         self._folder = DiskFolder(parent)
         self._values: weakref.WeakValueDictionary[int, DiskValue] = weakref.WeakValueDictionary()
+        self._tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._buffers: dict[str, DiskBuffers] = {}
         self._ahead: dict[_Range, tuple[Pending, memoryview, DiskBuffers]] = {}
         self._wanted: dict[_Range, DiskValue] = {}  # announced, in this order, and no buffer was left
@@ -40,27 +41,47 @@ class DiskHome:
         value = DiskValue(self._folder.new_file(), num_elements, dtype)
         tensor = value.tensor()
         if num_elements:
-            self._values[value.address] = value
+            self._values[value.address], self._tensors[value.address] = value, tensor
         return tensor
 
     def stage(self, values: torch.Tensor, after: Mark | None = None) -> torch.Tensor:
         staged = torch.empty_like(values, device=self.compute_device)
         if not values.numel():
             return staged
+        with self._dropped_on_error(), self.transfers.up(self.transfers.now(), after):
+            for start, length in self._in_turn(values):
+                self.fetch(values, start, staged[start : start + length])
+            mark = self.transfers.mark_up()
+        mark.wait()
+        return staged
+
+    def check(self) -> None:
+        """Read everything here, and compare what steps have written with its checksums: before it is copied
+        from its mappings, where nobody would notice that, and a file that is too short ends the process."""
+        with self._dropped_on_error():
+            for values in list(self._tensors.values()):
+                for start, length in self._in_turn(values):
+                    pending, buffer, pool = self._begun(*self._place(values, start, length))
+                    pending.settle()
+                    pool.give(buffer)
+                    pending.wait()
+
+    def _in_turn(self, values: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """All ranges of it, in elements, while the next ones are read ahead."""
         size = values.element_size()
         ranges = [(start // size, length // size) for start, length in self._known(values).ranges()]
+        for number, here in enumerate(ranges):
+            for later in ranges[number : number + DISK_BUFFERS // 2]:
+                self.read_ahead(values, *later)
+            yield here
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
         try:
-            with self.transfers.up(self.transfers.now(), after):
-                for number, (start, length) in enumerate(ranges):
-                    for later in ranges[number : number + DISK_BUFFERS // 2]:
-                        self.read_ahead(values, *later)
-                    self.fetch(values, start, staged[start : start + length])
-                mark = self.transfers.mark_up()
+            yield
         except BaseException:
             self._drop_ahead()
             raise
-        mark.wait()
-        return staged
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
@@ -97,15 +118,19 @@ class DiskHome:
         if not staged.numel():
             return
         value, place = self._place(values, start, len(staged))
-        self._begin_wanted()
-        if place not in self._ahead:
-            self._wanted.pop(place, None)
-            self._begin_read(value, place)
-        pending, buffer, pool = self._ahead.pop(place)
+        pending, buffer, pool = self._begun(value, place)
         with _given_back_on_error(pool, buffer):
             pending.wait()
             staged.copy_(torch.frombuffer(_part(buffer, place), dtype=staged.dtype), non_blocking=True)
         pool.give(buffer, self.transfers.mark_up().synchronize)
+
+    def _begun(self, value: DiskValue, place: _Range) -> tuple[Pending, memoryview, DiskBuffers]:
+        """A read that runs, or is over."""
+        self._begin_wanted()
+        if place not in self._ahead:
+            self._wanted.pop(place, None)
+            self._begin_read(value, place)
+        return self._ahead.pop(place)
 
     def store(self, values: torch.Tensor, start: int, staged: torch.Tensor) -> None:
         if not staged.numel():
