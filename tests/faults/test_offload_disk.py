@@ -176,6 +176,39 @@ def test_a_fault_of_one_ranks_disk_is_raised_by_all_and_changes_nothing(tmp_path
     ranks.run(_fail, 2, tmp_path, expected, timeout_s=120)
 
 
+def _fail_and_go(folder: Path, fault: str) -> None:
+    model, optimizer = _new(folder, "fp32")
+    _backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    inject, _ = FAULTS[fault]
+    if fault != "disk full":
+        with inject(folder) if my_rank() == 1 else nullcontext():
+            with pytest.raises(OffloadError):
+                _backward(model, 1)
+            torch.distributed.barrier()
+    _backward(model, 1)
+    with inject(folder) if my_rank() == 1 else nullcontext():
+        _step_fails(optimizer)
+        torch.distributed.barrier()
+
+
+def _files_after_failures(folder: Path) -> list[list[str]]:
+    left = []
+    for fault in ("short read", "disk full"):
+        _fail_and_go(folder, fault)
+        for _ in range(3):  # what a cycle held, in which tensors are, is found by the next one
+            gc.collect()
+        torch.distributed.barrier()
+        left += [[fault, *map(str, _files(folder))]]
+    return left
+
+
+def test_a_model_whose_disk_has_failed_is_freed_with_its_files(tmp_path: Path) -> None:
+    for left in ranks.run(_files_after_failures, 2, tmp_path):
+        assert left == [["short read"], ["disk full"]]
+
+
 def _gather_fails(folder: Path) -> None:
     eight_bit = fs.Precision(gather=torch.int8, wire=torch.int8)
     # Bytes for gradients, shards in bf16, and what 8-bit gradients leave over.

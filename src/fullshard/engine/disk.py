@@ -170,7 +170,14 @@ class Pending:
         self.start, self.stop, self._future = start, stop, future
 
     def wait(self) -> None:
-        """Until it is over; raises its error."""
+        """Until it is over; raises its error.
+
+        As another object: one that is raised refers to the frames that it passes, and to the model by them.
+        This one is kept, by buffers for one, and a model in such a cycle is not freed.
+        """
+        error = self._future.exception()
+        if isinstance(error, OffloadError):
+            raise OffloadError(error.what, error.remedy) from error.__cause__
         self._future.result()
 
     def settle(self) -> None:
