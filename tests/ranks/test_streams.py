@@ -193,3 +193,31 @@ def _left_out(name: str) -> int:
 def test_a_wait_that_is_left_out_would_be_seen(name: str) -> None:
     num_ranks = 2 if LEFT_OUT[name][0] is Operation else 1
     assert all(ranks.run(_left_out, num_ranks, name))
+
+
+def _by_optimizers_of_one_model_and_of_two(offload: fs.Offload) -> list[str]:
+    """Each model has streams of its own, and an optimizer of two steps by those of its first one."""
+    with streams.watched() as watch:
+        models = [engines.shard_blocks(engines.build(Net, seed), offload=offload) for seed in (0, 1)]
+        first, second = (list(model.parameters()) for model in models)
+        both = torch.optim.AdamW([*first, *second[::2]], lr=1e-2)
+        one = torch.optim.AdamW(second[1::2], lr=1e-2)
+        for step in range(4):
+            for model in models:
+                engines.loss_of(model, engines.batch(step, my_rank())).backward()
+            if step > 1:
+                with fs.full(models[1]), torch.no_grad():
+                    models[1].scale.add_(0.1)
+            for optimizer in (both, one):
+                optimizer.step()
+                optimizer.zero_grad()
+            if step > 0:
+                for parameter in models[1].parameters():
+                    parameter.detach().sum().item()
+    return watch.races
+
+
+@pytest.mark.parametrize("kinds", [("state",), ("master", "state")], ids="-".join)
+def test_steps_on_one_model_by_streams_of_two_wait_for_each_other(kinds: tuple[str, ...]) -> None:
+    offload = fs.Offload(kinds=kinds, chunk=600, overlap=True, slabs="200kB")
+    assert not ranks.run(_by_optimizers_of_one_model_and_of_two, 1, offload)[0][:5]

@@ -256,6 +256,8 @@ class StreamedStep:
                 written = self._writes_of(staged)
                 self._copy(staged, list(staged.places()), staged.slabs.free, chunk.span.lane.stored)
                 staged.written = written  # a copy may have raised, and user code may go on
+                if staged.fetched is not None:
+                    chunk.span.lane.homes.transfers.read_elsewhere(staged.fetched)
 
     @staticmethod
     def _writes_of(staged: Staged) -> tuple[Any, ...]:
@@ -268,12 +270,16 @@ class StreamedStep:
     @contextmanager
     def _beside(self, before: Numbers) -> Iterator[None]:
         """Steps in here go on beside computing, where that is wanted and possible."""
+        models = {lane.homes.transfers for lane in self._lanes}  # one optimizer may hold several
+        # Another one may hold some of them, and step by the streams of a model that this one does not hold.
+        earlier = self._transfers.pending_elsewhere(models)
         if not self._overlap or before.on_device or self._has_foreign_gradients():
+            for step in earlier:
+                step.wait()
             yield
             self._transfers.drain()  # the host may read what rests there
             return
-        models = {lane.homes.transfers for lane in self._lanes}  # one optimizer may hold several
-        with self._transfers.beside(*(transfers.mark_gathers() for transfers in models)):
+        with self._transfers.beside([transfers.mark_gathers() for transfers in models], earlier):
             yield
             with self._transfers.down(self._transfers.now()):  # some chunks are stored nowhere
                 over = self._transfers.mark_down()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,13 @@ class Mark:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
         self._event: Any = None if stream is None else stream.record_event()
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self._stream
+
+    def is_on(self, stream: torch.cuda.Stream | None) -> bool:
+        return self._stream is stream
 
     def wait(self) -> None:
         """What the current stream is given from now on begins behind this point."""
@@ -73,6 +80,7 @@ class Transfers:
         self._chunks = 0
         self._held: deque[tuple[torch.Tensor, Mark]] = deque()
         self.pending: Mark | None = None  # behind a step that goes on beside what follows it
+        self._read_elsewhere: dict[Any, Mark] = {}  # on streams of another model, by stream
         self.num_writes = 0  # how often this process may have written, by our own code, what rests
         self._fetching: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -102,11 +110,11 @@ class Transfers:
     def mark_down(self) -> Mark:
         return Mark(self._down)
 
-    def beside(self, *read: Mark) -> AbstractContextManager[Any]:
-        """A step begins behind what the compute stream was given so far, and goes on beside it. What it
-        writes to the host is read there until these marks."""
-        self._on(self._down, read)
-        return self._on(self._updates[0], (self.now(),))
+    def beside(self, read: Iterable[Mark], after: Iterable[Mark]) -> AbstractContextManager[Any]:
+        """A step begins behind these marks and what the compute stream was given so far, and goes on beside
+        it. What it writes to the host is read there until the first ones."""
+        self._on(self._down, tuple(read))
+        return self._on(self._updates[0], (self.now(), *after))
 
     def turn(self) -> None:
         """Before a chunk of a step: one that goes on beside may go on on another stream, behind this one."""
@@ -138,6 +146,16 @@ class Transfers:
             self._held[0][1].wait()
             self._held.popleft()
 
+    def pending_elsewhere(self, models: Iterable[Transfers]) -> list[Mark]:
+        """Behind steps on these models that go on by other streams than ours: nothing of ours is behind."""
+        steps = [transfers.pending for transfers in models]
+        return [step for step in steps if step is not None and not step.is_on(self._down)]
+
+    def read_elsewhere(self, until: Mark) -> None:
+        """An optimizer of several models copies what rests here, by the streams of another one."""
+        if not until.is_on(self._up):
+            self._read_elsewhere[until.stream] = until
+
     def call_in_backward(self, fetch: Callable[[], None]) -> None:
         """At the beginning of each backward, as long as the object of this method lives."""
         self._fetching.append(weakref.WeakMethod(fetch))
@@ -163,6 +181,9 @@ class Transfers:
     def drain(self) -> None:
         """The host waits for all copies and updates."""
         self.settle()  # an optimizer of several models steps on the streams of one of them
+        for read in self._read_elsewhere.values():
+            read.synchronize()
+        self._read_elsewhere.clear()
         for stream in (self._up, self._gathers, *self._updates, self._down):
             if stream is not None:
                 stream.synchronize()
