@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,6 +40,21 @@ def test_a_late_write_through_data_that_was_kept_is_noticed() -> None:
     assert not writes.seen()
     kept.add_(1)
     assert writes.seen()
+
+
+@pytest.mark.parametrize(
+    "view", [lambda data: data, lambda data: data.view(-1)], ids=["data", "a view of it"]
+)
+def test_a_write_through_data_that_was_kept_counts_though_it_is_let_go_at_once(view: Any) -> None:
+    parameter, writes = _watched()
+    kept = view(parameter.data)
+    assert not writes.seen()
+    kept.add_(1)
+    del kept
+    gc.collect()
+    assert writes.seen()
+    writes.forget()
+    assert not writes.seen()
 
 
 def test_reading_data_again_and_again_holds_no_memory() -> None:

@@ -89,6 +89,19 @@ def edited_in_place(options: dict[str, Any], _: Path) -> Any:
     return values(model)
 
 
+def edited_through_data_that_is_let_go(options: dict[str, Any], _: Path) -> Any:
+    """As in a function that takes p.data before a step, and writes it behind."""
+    model, optimizer = new(options)
+    steps(model, optimizer, 0)
+    kept = [p.data for p in model.parameters()]
+    steps(model, optimizer, 1)
+    for value in kept:
+        value.mul_(0.5)
+    del kept, value
+    steps(model, optimizer, 2)
+    return values(model)
+
+
 def _assigned(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 0.75
 
@@ -337,6 +350,7 @@ USES: dict[str, Run] = {
         edited_in_place,
         stepped_by_hand,
         with_gradients_divided_by_numbers,
+        edited_through_data_that_is_let_go,
         edited_between_backward_and_step,
         written_between_backward_and_step,
         with_an_optimizer_that_goes,

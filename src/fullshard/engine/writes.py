@@ -9,7 +9,7 @@ parameters was rejected: torch looks up `__torch_function__` on every use of one
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -22,6 +22,13 @@ from fullshard.engine.split_masters import show
 _version = attrgetter("_version")
 _data: Any = torch.Tensor.data  # torch's own descriptor
 KEY = "_fullshard_writes"
+_OWN_REFS = max(map(sys.getrefcount, [torch.empty(0)]))  # of an object that is in a list alone
+
+
+def _has_views(value: torch.Tensor) -> bool:
+    """Whether something in C++ holds it besides the object of Python: a view does."""
+    count = getattr(value, "_use_count", None)
+    return count is not None and count() > 1
 
 
 class Writes:
@@ -30,9 +37,8 @@ class Writes:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self.handed_out: list[torch.Tensor] = []  # by `p.data`, since they were last looked at
-        self._kept: list[
-            tuple[weakref.ref[torch.Tensor], int]
-        ] = []  # by user code, and what was seen of them
+        self._kept: list[torch.Tensor] = []  # by user code
+        self._seen: list[int] = []  # of their counters
         self.assigned = False  # by `p.data = value`
         self._versions = sum(map(_version, parameters))
         for parameter in parameters:
@@ -47,16 +53,24 @@ class Writes:
     def _written_through_data(self) -> bool:
         if any(map(_version, self.handed_out)):
             return True
-        if any((kept := known()) is not None and kept._version != seen for known, seen in self._kept):
+        if [*map(_version, self._kept)] != self._seen:
             return True
         self._let_go()
         return False
 
     def _let_go(self) -> None:
-        """What was handed out was held here until it was looked at; from now on only user code holds it."""
-        kept = [*self.handed_out, *(value for known, _ in self._kept if (value := known()) is not None)]
-        self._kept = [(weakref.ref(value), value._version) for value in kept]
+        """What was handed out stays here as long as user code holds it, or a view of it: it may be written,
+        and let go, before anybody looks."""
+        known = [*self.handed_out, *self._kept]
         self.handed_out.clear()
+        self._kept.clear()
+        counts = list(map(sys.getrefcount, known))
+        self._kept = [
+            value
+            for value, count in zip(known, counts, strict=True)
+            if count > _OWN_REFS or _has_views(value)
+        ]
+        self._seen = [*map(_version, self._kept)]
 
     def forget(self) -> None:
         self._let_go()
