@@ -481,6 +481,19 @@ def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_an
     assert ranks.run(_interrupted, 2, options, 3) == [[], []]
 
 
+def _order_of_states() -> None:
+    model, optimizer = new({"offload": "host"})
+    parameters = list(model.parameters())
+    for forget in (lambda: None, optimizer.state.clear, lambda: optimizer.state.pop(parameters[0])):
+        forget()
+        steps(model, optimizer, 0)
+        assert [id(p) for p in optimizer.state] == [id(p) for p in parameters]
+
+
+def test_states_that_are_made_again_are_in_the_order_of_parameters_too() -> None:
+    ranks.run(_order_of_states, 2)
+
+
 # --- one optimizer of two models ----------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ class ElementState:
         self._keys = _keys_of(known, span.lane.shard_views[index].shape)
         self._keys_before = self._keys
         self._numbers = Snapshot({k: v for k, v in known.items() if k not in self._keys})
-        self._is_new = not known
+        self.is_new = not known
         self.rests = False  # the step on all parts is over
 
     def move_numbers(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class ElementState:
             self._numbers = Snapshot({k: v for k, v in state.items() if k not in self._keys})
 
     def show(self, staged: Mapping[Key, torch.Tensor], is_first: bool = False) -> None:
-        if self._is_new:
+        if self.is_new:
             self._all.pop(self._parameter, None)  # for each of its parts the optimizer makes it anew
             return
         state = self._all[self._parameter]
@@ -88,7 +88,7 @@ class ElementState:
 
     def undo(self) -> None:
         """As it was before the step."""
-        if self._is_new:
+        if self.is_new:
             self._all.pop(self._parameter, None)
             return
         self._keys = self._keys_before

@@ -120,7 +120,7 @@ class StreamedStep:
         self._states: dict[nn.Parameter, ElementState] = {}
         self._counted: Numbers | None = None
         self._numbers_on_device = False
-        self._num_states = 0
+        self._makes_states = False  # since they were last in order
         self._stored_before: dict[int, Mark | None] = {}  # by lane: what steps before this one have stored
         self._overlap = offload.overlap
         if offload.overlap:
@@ -353,11 +353,11 @@ class StreamedStep:
 
     def _sort_states(self) -> None:
         """States are in the order of parameters, as after any step, and not in that of this rank's chunks."""
-        states = self._optimizer.state
-        if len(states) != self._num_states:
+        if self._makes_states:
+            states = self._optimizer.state
             held = [p for group in self._optimizer.param_groups for p in group["params"] if p in states]
             states.update([(p, states.pop(p)) for p in held])
-            self._num_states = len(states)
+            self._makes_states = False
 
     # ---- one chunk
 
@@ -370,6 +370,7 @@ class StreamedStep:
                 if self._numbers_on_device:
                     state.move_numbers(self._site.device)
                 self._states[parameter] = state
+                self._makes_states |= state.is_new
         gradients, landed = lane.gradients, None
         if self._site.on_host:
             self._site.wait(slabs.free)
