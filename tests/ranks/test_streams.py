@@ -27,6 +27,7 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
         model = engines.shard_blocks(engines.build(Net), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         before: Any = None
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=use == "scaled")
         others = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(4)]
         for step in range(4):
             loss = engines.loss_of(model, engines.batch(step, my_rank()))
@@ -34,14 +35,17 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
                 optimizer.state_dict()  # waits for the step
                 for state in optimizer.state.values():
                     state["exp_avg"].mul_(0.5)
-            loss.backward()
+            scaler.scale(loss).backward()
+            if use == "scaled":
+                scaler.unscale_(optimizer)
             if use == "states replaced" and step == 2:
                 optimizer.state_dict()
                 for state in optimizer.state.values():
                     state["exp_avg"] = state["exp_avg"] * 0.5
             if use == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             if use == "by another optimizer each time":
                 optimizer = others.pop()
@@ -67,7 +71,7 @@ def _clean(options: dict[str, Any], uses: tuple[str, ...]) -> None:
 
 USES = (
     *("clipped", "read", "loaded", "evaluated", "by another optimizer each time"),
-    *("states written", "states replaced"),
+    *("scaled", "states written", "states replaced"),
 )
 KINDS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -99,6 +103,7 @@ def _in_turn(step: str) -> None:
     states = fs.Offload(chunk=300, kinds=("master",), **STEPS[step])  # which are on the device then
     _clean({"precision": "bf16", "offload": states, "state": "8bit"}, USES[-2:])
     _clean({"precision": "bf16", "offload": states}, USES[-1:])
+    _clean(_options("some on the device", step), ("scaled",))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -253,7 +253,10 @@ class Watch(TorchDispatchMode):
         self.forget_freed()
         reads, writes = _accesses(func, args, kwargs)
         operands = [t for t in tree_leaves((args, kwargs)) if _has_memory(t)]
-        placed = [t for t in operands if t.untyped_storage()._cdata not in self._ranges]
+        numbers = [] if func is torch.ops.aten.copy_.default else self._numbers(operands)
+        reads, writes = ([t for t in ts if not any(t is n for n in numbers)] for ts in (reads, writes))
+        others = [t for t in operands if not any(t is number for number in numbers)]
+        placed = [t for t in others if t.untyped_storage()._cdata not in self._ranges]
         on_host = bool(placed) and all(map(self._is_host, placed)) and "device" not in kwargs
         before = {t.untyped_storage()._cdata for t in operands}
         out = func(*args, **kwargs)
@@ -276,6 +279,17 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and self._waits(args, kwargs):
             stream.synchronize()
         return out
+
+    def _numbers(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the device, beside host memory: the host has copied them, and waited. `number.cpu()` is the
+        number itself here."""
+        if not any(self._is_host(t) and t.numel() > 1 for t in operands):
+            return []
+        alone = [t for t in operands if t.untyped_storage().nbytes() == t.element_size()]
+        found = [t for t in alone if not self._is_host(t)]
+        if found:
+            self.current.synchronize()
+        return found
 
     def _waits(self, args: Any, kwargs: Any) -> bool:
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)

@@ -56,6 +56,8 @@ class Divisor(float):
 class Source(Protocol):
     """The gradient shard behind a lane's AwayGradients."""
 
+    on_host: bool  # its values rest in host memory
+
     def settle(self) -> None:
         """Values are where they rest, and factors are multiplied in, when this returns."""
         ...
@@ -266,12 +268,17 @@ class AwayGradient(GradShard):
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """GradScaler's: its numbers are on the compute device."""
+    """GradScaler's: its numbers are on the compute device, and gradients rest there or on the host."""
     values = [g.readable() if isinstance(g, AwayGradient) else g for g in gradients]
-    found = found_inf.to(values[0].device)
-    _UNSCALE(values, found, inv_scale.to(values[0].device))
-    if found is not found_inf:
-        found_inf.copy_(found)
+    by_home: dict[bool, list[torch.Tensor]] = {}
+    for gradient, value in zip(gradients, values, strict=True):
+        on_host = isinstance(gradient, AwayGradient) and gradient.source.on_host
+        by_home.setdefault(on_host, []).append(value)
+    for together in by_home.values():
+        found = found_inf.to(together[0].device)
+        _UNSCALE(together, found, inv_scale.to(together[0].device))
+        if found is not found_inf:
+            found_inf.copy_(found)
     pairs = zip(gradients, values, strict=True)
     _write([(gradient, value) for gradient, value in pairs if isinstance(gradient, AwayGradient)])
 

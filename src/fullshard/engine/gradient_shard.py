@@ -42,6 +42,7 @@ class LaneGradients:
     ) -> None:
         self._unit, self._layout, self._comm, self._replicated = unit, layout, comm, replicated
         self.home, self._away_from = home, away_from
+        self.on_host = home.kind == "host"
         self._dtype = dtypes.rest  # of p.grad, and of what an optimizer's step has
         self.as_computed = dtypes.as_computed
         self.flat = home.zeros(layout.total if replicated else layout.interval, dtypes.gradients)
