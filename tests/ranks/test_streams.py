@@ -38,6 +38,8 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
             scaler.scale(loss).backward()
             if use == "scaled":
                 scaler.unscale_(optimizer)
+            if use == "edited":
+                _edit(model, step)
             if use == "states replaced" and step == 2:
                 optimizer.state_dict()
                 for state in optimizer.state.values():
@@ -56,10 +58,24 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
                 before = copy.deepcopy(optimizer.state_dict())
             if use == "loaded" and step == 2:
                 optimizer.load_state_dict(before)
-            if use == "evaluated":
+            if use in ("evaluated", "edited"):
                 with torch.no_grad():
                     engines.loss_of(model, engines.batch(step, 5))
+            if use == "edited":
+                _edit(model, step + 1)
     return watch
+
+
+@torch.no_grad()
+def _edit(model: torch.nn.Module, number: int) -> None:
+    """As swapping in an average does: the host may be far ahead of what reads the parameters."""
+    for parameter in model.parameters():
+        if number % 3 == 0:
+            parameter.mul_(0.9)
+        elif number % 3 == 1:
+            parameter.data.add_(0.01)
+        else:
+            parameter.data = parameter.data * 0.9
 
 
 def _clean(options: dict[str, Any], uses: tuple[str, ...]) -> None:
@@ -71,7 +87,7 @@ def _clean(options: dict[str, Any], uses: tuple[str, ...]) -> None:
 
 USES = (
     *("clipped", "read", "loaded", "evaluated", "by another optimizer each time"),
-    *("scaled", "states written", "states replaced"),
+    *("scaled", "edited", "states written", "states replaced"),
 )
 KINDS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -104,6 +120,9 @@ def _in_turn(step: str) -> None:
     _clean({"precision": "bf16", "offload": states, "state": "8bit"}, USES[-2:])
     _clean({"precision": "bf16", "offload": states}, USES[-1:])
     _clean(_options("some on the device", step), ("scaled",))
+    for kinds in ("host", "optimizer"):
+        _clean(_options(kinds, step), ("edited",))
+        _clean(_options(kinds, step, precision="fp32"), ("edited",))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -76,6 +76,7 @@ class Step:
     arithmetic needs them."""
 
     running = 0
+    on_chunks = False  # one does so on chunks, which parameters show meanwhile
 
 
 class GradShard(torch.Tensor):

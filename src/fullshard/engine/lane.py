@@ -57,6 +57,7 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradient_shard import LaneGradients
+from fullshard.engine.gradients import Step
 from fullshard.engine.graph_tasks import NO_TASK, current_task
 from fullshard.engine.home import Home, Homes, HostHome
 from fullshard.engine.pieces import piece_view
@@ -116,7 +117,8 @@ class Lane:
         self._receive = None if wire.in_place or comm.ranks == 1 else ReceiveBuffer(self, wire)
         self._node_share = NodeShare(self, self._receive) if comm.two_level and not replicated else None
         away = self.home.kind != "device"
-        self._edits = Writes(self.parameters) if away else None  # by user code, of the sharded parameters
+        # By user code, of the sharded parameters. What is split waits itself.
+        self._edits = Writes(self.parameters, None if self.is_split else self._before_edit) if away else None
         beside = away and dtypes.rest != dtypes.compute and self._receive is None
         self.compute_shard = ComputeShard(self) if beside else None
         if not self.permanent:
@@ -300,6 +302,11 @@ class Lane:
             if self.compute_shard is not None:
                 self.compute_shard.master_edited()
 
+    def _before_edit(self) -> None:
+        """The host is about to write where copies to the device may still read: it is ahead of them."""
+        if self.home.kind == "host" and self.unsharded is None and not Step.on_chunks:
+            self.homes.transfers.drain()
+
     def settle_step(self) -> None:
         """The host waits for a step that goes on beside computing: it is about to read what that writes."""
         if self.streams_steps:
@@ -382,7 +389,8 @@ class Lane:
         if self.recover is not None:
             self.recover()
             return
-        self.settle_step()
+        if self.streams_steps:
+            self.homes.transfers.drain()  # the memory that goes may still be read
         values = [local_of(p).detach() for p in self.parameters]
         for value, view, piece in zip(values, self.shard_views, self.layout.pieces, strict=True):
             if value.shape != view.shape:

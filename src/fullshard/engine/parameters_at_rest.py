@@ -21,7 +21,7 @@ from fullshard.engine.gradients import GradShard, Step
 from fullshard.engine.lane import Lane
 from fullshard.engine.piecewise import ELEMENT_WISE, IN_PLACE_OPERATORS
 from fullshard.engine.split_masters import restored
-from fullshard.engine.writes import KEY
+from fullshard.engine.writes import KEY, begin_write
 from fullshard.errors import AtRestError, StateError, unit_label
 
 _PLACE = "_fullshard_place"
@@ -96,6 +96,7 @@ def _written(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def write(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        begin_write(self)
         place = None if Step.running else _place(self)
         if place is None:
             return original(self, *args, **kwargs)
@@ -110,6 +111,7 @@ def _written(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_item(self: nn.Parameter, key: Any, value: Any) -> None:
+        begin_write(self)
         place = None if Step.running else _place(self)
         everything = is_everything(key)
         if place is not None and not everything:

@@ -52,7 +52,7 @@ from fullshard.engine.away_gradients import multiply
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
-from fullshard.engine.gradients import plainly
+from fullshard.engine.gradients import Step, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.remainders import join, split
 from fullshard.engine.split_masters import SplitValues
@@ -183,6 +183,7 @@ class StreamedStep:
         for lane in self._lanes:
             lane.follow_edits()
         StreamedStep.under_way = self
+        Step.on_chunks = True
         try:
             if self._disk:
                 self._run_on_disk(before, step)
@@ -194,6 +195,7 @@ class StreamedStep:
                 raise
         finally:
             StreamedStep.under_way = None
+            Step.on_chunks = False
             self._idle += [staged.slabs for staged in self._ahead.values()]  # of chunks without gradients
             self._ahead.clear()
             for parameter, gradient in others:

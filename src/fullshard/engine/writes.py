@@ -10,7 +10,8 @@ parameters was rejected: torch looks up `__torch_function__` on every use of one
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -34,8 +35,10 @@ def _has_views(value: torch.Tensor) -> bool:
 class Writes:
     """Notes writes into the compute parameters of one lane."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], before: Callable[[], None] | None = None) -> None:
         self._parameters = parameters
+        # User code may write now: what still reads the values has to be over.
+        self._before = None if before is None else weakref.WeakMethod(before)
         self.handed_out: list[torch.Tensor] = []  # by `p.data`, since they were last looked at
         self._kept: list[torch.Tensor] = []  # by user code
         self._seen: list[int] = []  # of their counters
@@ -43,6 +46,11 @@ class Writes:
         self._versions = sum(map(_version, parameters))
         for parameter in parameters:
             parameter.__dict__[KEY] = self
+
+    def begin(self) -> None:
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before()
 
     def seen(self) -> bool:
         """Whether there was one since the last `forget`."""
@@ -96,9 +104,18 @@ def get_data(parameter: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _get(parameter: nn.Parameter) -> torch.Tensor:
-    value = get_data(parameter)
+def begin_write(parameter: torch.Tensor) -> None:
+    """User code is about to write in place, or may be."""
     writes: Writes | None = parameter.__dict__.get(KEY)
+    if writes is not None:
+        writes.begin()
+
+
+def _get(parameter: nn.Parameter) -> torch.Tensor:
+    writes: Writes | None = parameter.__dict__.get(KEY)
+    if writes is not None:
+        writes.begin()
+    value = get_data(parameter)
     if writes is not None:
         writes.handed_out.append(value)
     return value
