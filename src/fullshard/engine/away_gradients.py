@@ -270,10 +270,10 @@ class AwayGradient(GradShard):
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """GradScaler's: its numbers are on the compute device, and gradients rest there or on the host."""
     values = [g.readable() if isinstance(g, AwayGradient) else g for g in gradients]
-    by_home: dict[bool, list[torch.Tensor]] = {}
+    by_home: dict[tuple[torch.device, bool], list[torch.Tensor]] = {}
     for gradient, value in zip(gradients, values, strict=True):
         on_host = isinstance(gradient, AwayGradient) and gradient.source.on_host
-        by_home.setdefault(on_host, []).append(value)
+        by_home.setdefault((value.device, on_host), []).append(value)
     for together in by_home.values():
         found = found_inf.to(together[0].device)
         _UNSCALE(together, found, inv_scale.to(together[0].device))
