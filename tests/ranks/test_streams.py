@@ -40,6 +40,9 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
                 scaler.unscale_(optimizer)
             if use == "edited":
                 _edit(model, step)
+            if use == "evaluated before the step":
+                with torch.no_grad():
+                    engines.loss_of(model, engines.batch(step, 5))
             if use == "states replaced" and step == 2:
                 optimizer.state_dict()
                 for state in optimizer.state.values():
@@ -245,3 +248,14 @@ def _by_optimizers_of_one_model_and_of_two(offload: fs.Offload) -> list[str]:
 def test_steps_on_one_model_by_streams_of_two_wait_for_each_other(kinds: tuple[str, ...]) -> None:
     offload = fs.Offload(kinds=kinds, chunk=600, overlap=True, slabs="200kB")
     assert not ranks.run(_by_optimizers_of_one_model_and_of_two, 1, offload)[0][:5]
+
+
+def _on_the_host() -> None:
+    for kinds in ("host", "optimizer"):
+        for precision in ("fp32", "bf16"):
+            offload = fs.Offload(chunk=600, step="host", **KINDS[kinds])
+            _clean({"precision": precision, "offload": offload}, ("evaluated before the step",))
+
+
+def test_a_step_on_the_host_waits_for_forwards_that_read_what_it_writes() -> None:
+    ranks.run(_on_the_host, 1)

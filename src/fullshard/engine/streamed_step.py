@@ -182,6 +182,9 @@ class StreamedStep:
             parameter.grad = None
         for lane in self._lanes:
             lane.follow_edits()
+        if self._site.on_host:  # it writes in place what gathers may still read
+            for transfers in {lane.homes.transfers for lane in self._lanes}:
+                transfers.drain()
         StreamedStep.under_way = self
         Step.on_chunks = True
         try:
