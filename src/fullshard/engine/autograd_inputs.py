@@ -7,7 +7,7 @@ sharded parameter, its compute parameter is differentiated, the engine reduces, 
 
 A graph that holds the user's own all the same was built at rest, or inside fs.full. Guards on parameters
 raise where a gradient comes to them; where torch fails before that, on values that are not those of the graph
-any more, its leaves tell why.
+any more, its leaves show why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors that have a place by name only: what is computed with them is computed with values elsewhere.
 
 Torch's dispatch sees every function, but not what takes memory from a tensor: there the pointer is null, and
-using it ends the process. So pointers are refused where kernels ask for them, and storages tell what they
-are, and nothing that is in them.
+using it ends the process. So pointers are refused where kernels ask for them, and storages have their size
+and identity, but no contents.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Transfers:
     def mark_down(self) -> Mark:
         return Mark(self._down)
 
-    def beside(self, read: Iterable[Mark], after: Iterable[Mark]) -> AbstractContextManager[Any]:
+    def beside(self, read: Iterable[Mark] = (), after: Iterable[Mark] = ()) -> AbstractContextManager[Any]:
         """A step begins behind these marks and what the compute stream was given so far, and goes on beside
         it. What it writes to the host is read there until the first ones."""
         self._on(self._down, tuple(read))

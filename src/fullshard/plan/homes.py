@@ -31,13 +31,11 @@ CHUNKS = 512  # at most, where they need not be larger than that
 SLABS_OF_LARGE, SLAB_BYTES = 8, 18  # sets that large chunks leave room for, and their bytes per element
 STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
-DISK_BUFFERS = (
-    16  # of a rank in host memory, for chunks that are read, and as many for those that are written
-)
+DISK_BUFFERS = 16  # of a rank in host memory, for chunks that are read, and as many for those written
 _PAGE = 4096
 _READ_BYTES = 4 * 2**20  # of a file at once, if a step has not written them
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
-_MOST_HOSTS = 2**17  # times as many, of which an error speaks
+_MOST_HOSTS = 2**17  # times as many, which an error may propose
 _STAYING = ("compute", "gradients", "master", "state")  # the last to leave the device first
 
 
