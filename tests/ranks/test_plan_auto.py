@@ -150,8 +150,9 @@ def test_settings_follow_memory_and_links() -> None:
         settings(2**26)
     request = request_of({"batch": batch, "disk": "scratch/run"})
     assert request.free_on_disk() > 0  # of the nearest folder that exists
-    small = Situation(1, 1, 5 * 2**28, 2**29, True, 2**40)
-    found = choose_for(model, request, {"precision": "bf16"}, small, h100).settings.offload_option()
+    larger = on_meta(build(1024, 16))
+    small = Situation(1, 1, 2**31, 2**30, True, 2**40)  # half of the host is for buffers of the disk
+    found = choose_for(larger, request, {"precision": "bf16"}, small, h100).settings.offload_option()
     assert isinstance(found, fs.Offload)
     assert found.disk == "scratch/run"
     with pytest.raises(OptionError, match=r"Planning\.disk is 3"):
