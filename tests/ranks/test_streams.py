@@ -49,9 +49,12 @@ def _train(options: dict[str, Any], use: str = "") -> streams.Watch:
                     state["exp_avg"] = state["exp_avg"] * 0.5
             if use == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if use == "halved, and never set to zero":
+                torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            if use != "halved, and never set to zero":
+                optimizer.zero_grad()
             if use == "by another optimizer each time":
                 optimizer = others.pop()
             if use == "read":
@@ -126,6 +129,7 @@ def _in_turn(step: str) -> None:
     for kinds in ("host", "optimizer"):
         _clean(_options(kinds, step), ("edited",))
         _clean(_options(kinds, step, precision="fp32"), ("edited",))
+    _clean(_options("host", step), ("halved, and never set to zero",))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -217,6 +217,8 @@ class LaneGradients:
     def _apply_factors(self) -> None:
         if not self._factors or self.as_computed:
             return
+        if isinstance(self.home, HostHome):  # a step that goes on may read what is multiplied here
+            self.home.transfers.settle()
         if self.landed is not None:
             self.landed.synchronize()
         factors, self._factors = self._factors, {}
