@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,9 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
+from fullshard.engine.home import HostHome
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.transfers import Transfers
 
 OFFLOADS = (
     "host",
@@ -438,7 +441,43 @@ class Interrupted(torch.optim.AdamW):
         return super().step(closure)  # type: ignore[no-untyped-call]
 
 
-def _interrupted(options: dict[str, Any], most: int) -> list[str]:
+@contextmanager
+def _between_chunks(most: int) -> Iterator[None]:
+    Interrupted.calls.clear()
+    Interrupted.most = most
+    yield
+    Interrupted.most = 0
+
+
+@contextmanager
+def _while_values_go_to_the_host(most: int) -> Iterator[None]:
+    store, calls = HostHome.store, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == most:
+            raise KeyboardInterrupt
+        store(*args)
+
+    with mock.patch.object(HostHome, "store", interrupted):
+        yield
+
+
+@contextmanager
+def _while_copies_are_waited_for(most: int) -> Iterator[None]:
+    drain, calls = Transfers.drain, []
+
+    def interrupted(transfers: Transfers) -> None:
+        drain(transfers)
+        calls.append(transfers)
+        if len(calls) <= most:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(Transfers, "drain", interrupted):
+        yield
+
+
+def _interrupted(options: dict[str, Any], most: int, where: Any = _between_chunks) -> list[str]:
     """Ctrl-C behind some chunks of the third step, which is then called again; and the same without chunks:
     a step on those parameters that have stepped, and one on all."""
     found, stepped = [], set[str]()
@@ -449,13 +488,11 @@ def _interrupted(options: dict[str, Any], most: int) -> list[str]:
         backward(model, 2)
         named = dict(model.named_parameters())
         if not found:
-            Interrupted.calls.clear()
-            Interrupted.most = most
-            with pytest.raises(KeyboardInterrupt):
+            with where(most), pytest.raises(KeyboardInterrupt):
                 optimizer.step()
-            Interrupted.most = 0
             stepped = {name for name, p in named.items() if optimizer.state[p]["step"] == 3}
-            assert 0 < len(stepped) < len(named)
+            assert 0 < len(stepped) < len(named) or where is _while_copies_are_waited_for
+            assert all(p.grad is not None for p in named.values())
         else:
             kept = {name: p.grad for name, p in named.items()}
             for name, parameter in named.items():
@@ -479,6 +516,20 @@ def test_a_step_that_is_interrupted_between_chunks_keeps_gradients_and_states_an
     options: dict[str, Any],
 ) -> None:
     assert ranks.run(_interrupted, 2, options, 3) == [[], []]
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_chunk_of_which_a_part_is_stored_when_a_step_is_interrupted_has_stepped(most: int) -> None:
+    for state in ("exact", "8bit"):
+        options = {"offload": "host", "precision": "bf16", "state": state}
+        assert ranks.run(_interrupted, 1, options, most, _while_values_go_to_the_host) == [[]]
+
+
+@pytest.mark.parametrize("step", ["device", "host"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_step_that_is_interrupted_while_it_waits_keeps_gradients(step: str, most: int) -> None:
+    options = {"offload": fs.Offload(step=step), "precision": "bf16"}
+    assert ranks.run(_interrupted, 1, options, most, _while_copies_are_waited_for) == [[]]
 
 
 def _order_of_states() -> None:

@@ -72,6 +72,9 @@ class Place:
         if self.is_copy:
             self.home.fetch(self.at_rest, self.start, self.values)
 
+    def encode(self) -> None:
+        """Before it is stored, in the order of the copy."""
+
     def store(self) -> None:
         if self.is_copy:
             self.home.store(self.at_rest, self.start, self.values)
@@ -80,6 +83,8 @@ class Place:
 @dataclass
 class BlockPlace(Place):
     """Of a state in 8-bit blocks: `at_rest` is bytes, `start` the first of them, and values fill all rows."""
+
+    _encoded: torch.Tensor | None = None
 
     @property
     def _num_bytes(self) -> int:
@@ -103,14 +108,19 @@ class BlockPlace(Place):
                 torch.cuda.current_stream(self.at_rest.device).synchronize()
         low_bit.decode(rows, self.values)
 
+    def encode(self) -> None:
+        if self._rows_here() is None:
+            self._encoded = self._staging()
+            low_bit.encode(self.values, self._encoded)
+
     def store(self) -> None:
         rows = self._rows_here()
         if rows is not None:
             low_bit.encode(self.values, rows)
             return
-        rows = self._staging()
-        low_bit.encode(self.values, rows)
-        self.home.store(self.at_rest, self.start, rows.view(-1))
+        assert self._encoded is not None
+        self.home.store(self.at_rest, self.start, self._encoded.view(-1))
+        self._encoded = None
 
     def _staging(self) -> torch.Tensor:
         """On the stream of the copy, which alone uses it."""

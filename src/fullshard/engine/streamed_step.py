@@ -180,11 +180,13 @@ class StreamedStep:
         others = [(p, p.grad) for p in held if p.grad is not None and p not in self._hidden]
         for parameter in held:
             parameter.grad = None
-        for lane in self._lanes:
-            lane.follow_edits()
-        if self._site.on_host:  # it writes in place what gathers may still read
-            for transfers in {lane.homes.transfers for lane in self._lanes}:
-                transfers.drain()
+        try:
+            self._await_readers()
+        except BaseException:
+            for parameter, gradient in others:
+                parameter.grad = gradient
+            self.finish()
+            raise
         StreamedStep.under_way = self
         Step.on_chunks = True
         try:
@@ -207,6 +209,13 @@ class StreamedStep:
         self._states.clear()
         self._counted = Numbers(self._optimizer)
         before.restore()
+
+    def _await_readers(self) -> None:
+        for lane in self._lanes:
+            lane.follow_edits()
+        if self._site.on_host:  # it writes in place what gathers may still read
+            for transfers in {lane.homes.transfers for lane in self._lanes}:
+                transfers.drain()
 
     def _note_writes(self) -> None:
         stepped: dict[int, list[int]] = {id(lane): [] for lane in self._lanes}
@@ -333,17 +342,19 @@ class StreamedStep:
     def _leave(self, before: Numbers) -> None:
         """The step has raised in between. Parameters whose last chunk was stored have stepped, and the states
         of the others rest as they do."""
-        self._transfers.drain()
-        for chunk in self._in_memory:
-            if chunk.span.lane.compute_shard is not None:
-                chunk.span.lane.compute_shard.master_written()
-        self._note_writes()
-        for state in self._states.values():
-            if not state.rests:
-                state.undo()
-        self._states.clear()
-        before.restore()
-        self.finish()
+        try:
+            self._transfers.drain()
+        finally:  # Ctrl-C again
+            for chunk in self._in_memory:
+                if chunk.span.lane.compute_shard is not None:
+                    chunk.span.lane.compute_shard.master_written()
+            self._note_writes()
+            for state in self._states.values():
+                if not state.rests:
+                    state.undo()
+            self._states.clear()
+            before.restore()
+            self.finish()
 
     def finish(self) -> None:
         """Torch's own call is over. Gradients are there again, and what both have counted counts once."""
@@ -436,6 +447,15 @@ class StreamedStep:
             self._fetch_from_disk(staged)
         self._site.wait(staged.fetched)
         self._step(staged, step)
+        try:
+            self._keep(staged)
+        except BaseException:  # some of it may be stored, which is not to be stepped on again
+            if not any(place.is_on_disk for place in staged.places()):
+                self._keep(staged)
+            raise
+
+    def _keep(self, staged: Staged) -> None:
+        """The chunk has stepped. Called again, this does the same."""
         self._store(staged)
         lane = staged.chunk.span.lane
         for part in staged.shown:
@@ -481,6 +501,8 @@ class StreamedStep:
         staged.slabs.free = stepped = self._transfers.now()
         if any(place.is_copy for place in places):
             with self._site.outbound(stepped):
+                for place in places:  # what finds no memory does so before any is stored
+                    place.encode()
                 for place in places:
                     place.store()
                 staged.slabs.free = lane.stored = self._site.mark_outbound()
