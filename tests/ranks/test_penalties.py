@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ranks
 import tables
@@ -240,6 +242,22 @@ def _after_a_failed_backward() -> list[bool]:
 
 def test_penalty_of_a_backward_that_failed_does_not_join_a_later_one() -> None:
     assert ranks.run(_after_a_failed_backward, 2) == [[True, True]] * 2
+
+
+def _counted(strategy: str) -> bool:
+    import fullshard as fs
+
+    values = []
+    for counter in (nullcontext(), FlopCounterMode(display=False)):
+        model = sharded(strategy)
+        with counter:
+            (loss_of(model, batch(0, my_rank())) + fs.penalty(model, lambda _, p: p.square())).backward()
+        values.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    return all(map(torch.equal, *values))
+
+
+def test_penalty_works_under_a_dispatch_mode() -> None:
+    assert all(ranks.run(_counted, 2, "zero3"))
 
 
 def test_penalty_that_cannot_be_right_is_refused_alike_on_all_ranks() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fullshard.engine.cuts import Cut
-from fullshard.engine.gradients import GradShard
+from fullshard.engine.gradients import GradShard, plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.norms import sum_over_ranks
 from fullshard.engine.reduce_buffers import Penalised
@@ -61,7 +61,8 @@ def penalty(runtime: Runtime, module: nn.Module, term: Term) -> torch.Tensor:
         value = totals.over_ranks(runtime)
     total = value.detach()
     if leaves and torch.is_grad_enabled() and value.requires_grad:
-        found = torch.autograd.grad(value, [leaf for _, _, leaf in leaves], allow_unused=True)
+        with plainly():  # a dispatch mode, such as FlopCounterMode, calls its operators from Python
+            found = torch.autograd.grad(value, [leaf for _, _, leaf in leaves], allow_unused=True)
         terms = [
             Penalised(lane, i, g) for (lane, i, _), g in zip(leaves, found, strict=True) if g is not None
         ]
