@@ -342,6 +342,21 @@ def differentiated_later(model: nn.Module, name: str) -> None:
             derive()
 
 
+def _out_of_memory() -> None:
+    model = engines.shard_blocks(engines.build())
+    weight = dict(model.named_parameters())["head.weight"]
+    with fs.full(model):
+        squares = weight.square()
+    loss = squares.sum() * 1.0
+
+    def fails(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    squares.register_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+
+
 def _later() -> None:
     for offload in (None, "host", split("host")):
         for name in ("saved", "not saved", "given", "all"):
@@ -392,3 +407,7 @@ def test_what_restores_masters_takes_17_bits_per_element_as_planned() -> None:
     held, planned, count = ranks.run(_bytes, 1)[0]
     assert held == planned
     assert held == pytest.approx(count * 17 / 8, rel=0.01)
+
+
+def test_missing_memory_in_backward_is_reported_as_such_beside_what_was_computed_at_rest() -> None:
+    ranks.run(_out_of_memory, 1)

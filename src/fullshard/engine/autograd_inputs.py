@@ -22,7 +22,7 @@ from fullshard.engine.lane import Lane
 from fullshard.engine.optimizers import every_owner, owner
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.split_masters import shown_before
-from fullshard.errors import AtRestError, FullshardError, NotSupported, StateError, unit_label
+from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 
 _INPUTS = 3  # position of `inputs` behind the outputs: gradients, retain_graph, create_graph, inputs
 _FUNCTION = "_engine_run_backward"
@@ -89,9 +89,9 @@ def _accumulate(outputs: Any, before: tuple[Any, ...], inputs: Sequence[Any]) ->
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return _original(outputs, *args, **kwargs)
-    except FullshardError:
-        raise
     except RuntimeError as error:
+        if type(error) is not RuntimeError:  # missing memory, a lost rank, an error of ours or of user code
+            raise
         known = _contents()
         for leaf in _leaves_of(outputs):
             if id(leaf) in known:
