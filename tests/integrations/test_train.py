@@ -456,3 +456,23 @@ def test_weights_of_an_earlier_run_are_what_another_begins_with(gpt_run: Path) -
     ranks.run(runs.train, 2, str(gpt_run / "config.yaml"), changes, timeout_s=120)
     begun = runs.losses(gpt_run / "further", "validation")[0]
     assert_close([begun], [runs.losses(gpt_run / "run", "validation")[-1]])
+
+
+def _gloo_threads_after(config: str) -> int:
+    """More than before: of the groups that the run has made."""
+    before = _gloo_threads()
+    assert runs.train(config, []) == 0
+    return _gloo_threads() - before
+
+
+def _gloo_threads() -> int:
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+
+def test_groups_of_a_model_have_ended_with_their_threads_when_a_run_ends(tmp_path: Path) -> None:
+    """A thread that lets go of a tensor while Python ends aborts the process. The default group may last."""
+    runs.write_texts(tmp_path / "texts")
+    config = runs.write_config(tmp_path)
+    for more in ranks.run(_gloo_threads_after, 2, str(config), timeout_s=120):
+        assert more <= 2

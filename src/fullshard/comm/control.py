@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import groups
+from fullshard.comm import groups, monitor
 from fullshard.comm.ending import end_now_if_needed, never_destroy
 from fullshard.comm.groups import Comm, as_bytes, error_fields, in_flight, raise_first_error
 from fullshard.comm.host_group import HostGroup, first_group, forget_first_groups, peers_are_absent
@@ -158,6 +158,7 @@ def end_groups() -> None:
     forget_first_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+    monitor.forget_world()
 
 
 def raise_together_first(

@@ -106,6 +106,13 @@ def _store() -> StoreLink | None:
     return _link
 
 
+def forget_world() -> None:
+    """The process groups have ended: hold none of them, and no store."""
+    global _link, _link_world
+    with _link_lock:
+        _link = _link_world = None
+
+
 def _run() -> None:
     tick_s = _TICK_S
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shlex
 import signal
@@ -58,15 +59,24 @@ def run_rank(arguments: RankArguments) -> int:
     share_cores()
     groups.start()
     with contextlib.ExitStack() as stack:
-        with _raised_on_all_ranks():
-            job, prepared = _together(lambda: _check_and_build(arguments, stack))
-            run = Run(job)
-            resumed = run.begin()
-        stop = StopRequest(job.settings.training.time_limit_s, arguments.note)
-        stack.enter_context(stop.listening())
-        stopped = _train(arguments, prepared, run, resumed, stop)
+        stopped = _begin_and_train(arguments, stack)
+        # A group ends, and its threads with it, when nothing holds it. The model does, and is part of cycles;
+        # the first time frees the graph that holds it. A thread that still lets go of a tensor when Python
+        # ends aborts the process.
+        for _ in range(2):
+            gc.collect()
         end_groups()
         return stopped
+
+
+def _begin_and_train(arguments: RankArguments, stack: contextlib.ExitStack) -> int:
+    with _raised_on_all_ranks():
+        job, prepared = _together(lambda: _check_and_build(arguments, stack))
+        run = Run(job)
+        resumed = run.begin()
+    stop = StopRequest(job.settings.training.time_limit_s, arguments.note)
+    stack.enter_context(stop.listening())
+    return _train(arguments, prepared, run, resumed, stop)
 
 
 @contextlib.contextmanager
