@@ -32,7 +32,7 @@ from fullshard.comm.messages import record
 from fullshard.elastic import reports
 from fullshard.elastic.keeper_places import own_places
 from fullshard.elastic.peer_ring import Spot, ring
-from fullshard.engine.disk_home import DiskHome
+from fullshard.engine.lane import disk_homes_of
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.environment import free_bytes, host_name
 from fullshard.errors import OptionError, RankMismatch, StateError
@@ -284,10 +284,8 @@ def _check_disk(runtime: Runtime) -> None:
     """Bytes that have changed on a disk must not become a checkpoint with checksums that fit them."""
     for lane in runtime.lanes:
         lane.follow_edits()
-    homes = [home for lane in runtime.lanes for home in (lane.home, lane.homes.state)]
-    for home in {id(home): home for home in homes}.values():
-        if isinstance(home, DiskHome):
-            home.check()
+    for home in disk_homes_of(runtime.lanes):
+        home.check()
 
 
 def _short_bytes(beside: ControlGroup, saved: Contents) -> int:

@@ -43,6 +43,7 @@ import torch
 
 from fullshard.crc import crc32
 from fullshard.errors import OffloadError
+from fullshard.plan.homes import DISK_COPY_BYTES
 
 _NAME = re.compile(r"fullshard-offload-[0-9a-f]{16}")
 _LOCK = "lock"
@@ -62,7 +63,6 @@ _sync_file_range: Any = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2  # start to write what is dirty, and do not wait
-_COPY_BYTES = 2**22
 _PIECE_BYTES = 2**23  # of a read or write: its checksum is taken while it is in the processor's cache
 ALIGNMENT = 4096  # of memory and offsets in direct I/O: the largest logical block of common disks
 # Each moves a piece, then takes its checksum, which with zlib may take longer than the disk needs for it: 4
@@ -374,7 +374,7 @@ class DiskValue:
         """All its bytes as (start, length): what was written together, and between that small ranges."""
         found = []
         for first, size, checksum in self._known(0, self.size_bytes):
-            step = _COPY_BYTES if checksum is None else size
+            step = DISK_COPY_BYTES if checksum is None else size
             found += [(at, min(step, first + size - at)) for at in range(first, first + size, step)]
         return found
 
@@ -484,7 +484,7 @@ class DiskValue:
     def _note_written(self, verb: str, directly: bool, offset: int, count: int) -> None:
         if verb == "write" and directly:
             self._wrote_directly = True
-        elif verb == "write" and count >= _COPY_BYTES and _sync_file_range is not None:
+        elif verb == "write" and count >= DISK_COPY_BYTES and _sync_file_range is not None:
             # The disk begins now, and not when memory is full of pages to write. This is a hint: it may fail.
             _sync_file_range(self._file.number, offset, count, _SYNC_FILE_RANGE_WRITE)
 
@@ -526,7 +526,7 @@ class DiskValue:
         at = 0
         for start, length in [*sorted(self._written), (self.size_bytes, 0)] if self._written else []:
             while at < start:
-                block = bytearray(min(_COPY_BYTES, start - at))
+                block = bytearray(min(DISK_COPY_BYTES, start - at))
                 self.read(at, memoryview(block))
                 self.write(at, memoryview(block))
                 at += len(block)

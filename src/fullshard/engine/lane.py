@@ -292,6 +292,11 @@ class Lane:
             return shard.home.kind == "device"
         return self.home.kind == "device"
 
+    @property
+    def disk_homes(self) -> list[DiskHome]:
+        """Where masters and states rest, as far as that is a disk."""
+        return [home for home in (self.home, self.homes.state) if isinstance(home, DiskHome)]
+
     def follow_edits(self) -> None:
         """What is derived from a master that rests elsewhere is derived anew if user code wrote it."""
         if self._edits is not None and self._edits.seen():
@@ -770,3 +775,8 @@ class ReceiveBuffer:
 
     def free(self) -> None:
         self._storage.resize_(0)
+
+
+def disk_homes_of(lanes: Iterable[Lane]) -> list[DiskHome]:
+    """Each once."""
+    return list({id(home): home for lane in lanes for home in lane.disk_homes}.values())

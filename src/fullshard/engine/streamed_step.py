@@ -49,11 +49,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.engine.away_gradients import multiply
-from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import Step, plainly
-from fullshard.engine.lane import Lane
+from fullshard.engine.lane import Lane, disk_homes_of
 from fullshard.engine.remainders import join, split
 from fullshard.engine.split_masters import SplitValues
 from fullshard.engine.step_chunks import (
@@ -77,10 +76,6 @@ from fullshard.plan.layout import round_up
 from fullshard.precision import BLOCK
 
 
-def _disk_homes(lane: Lane) -> list[DiskHome]:
-    return [home for home in (lane.home, lane.homes.state) if isinstance(home, DiskHome)]
-
-
 class StreamedStep:
     """The streamed part of the steps of one optimizer."""
 
@@ -102,10 +97,9 @@ class StreamedStep:
         self._spans = spans_of(self._lanes, held)
         self._chunks = [c for span in self._spans for c in chunks_of(span, chunk)]
         # A disk may fail. What rests there steps first, and counts only if all ranks have stored all of it.
-        self._on_disk = [c for c in self._chunks if _disk_homes(c.span.lane)]
+        self._on_disk = [c for c in self._chunks if c.span.lane.disk_homes]
         self._in_memory = in_turn([c for c in self._chunks if c not in self._on_disk], on_host)
-        homes = [home for chunk in self._on_disk for home in _disk_homes(chunk.span.lane)]
-        self._disk = list({id(home): home for home in homes}.values())
+        self._disk = disk_homes_of(chunk.span.lane for chunk in self._on_disk)
         away = [lane.homes for lane in self._lanes if lane.homes.streams_steps]
         near = [lane.homes for lane in self._lanes]
         self._transfers = (away or near)[0].transfers if near else Transfers(torch.device("cpu"))

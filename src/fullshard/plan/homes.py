@@ -33,7 +33,7 @@ STATES = 2  # values that an optimizer keeps per element, as Adam does
 DISK_SLOTS = 2  # of each value in its file
 DISK_BUFFERS = 16  # of a rank in host memory, for chunks that are read, and as many for those written
 _PAGE = 4096
-_READ_BYTES = 4 * 2**20  # of a file at once, if a step has not written them
+DISK_COPY_BYTES = 4 * 2**20  # of a file at once, if a step has not written them
 AUTO_SHARE = 0.6  # of what is free: the rest is for activations and for what others take
 _MOST_HOSTS = 2**17  # times as many, which an error may propose
 _STAYING = ("compute", "gradients", "master", "state")  # the last to leave the device first
@@ -396,7 +396,7 @@ def disk_buffer_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], ch
             if place == "disk" and num_bytes:
                 value = ceil(num_bytes / (STATES if kind == "state" else 1))
                 in_chunk = ceil(value * min(1, chunk / lane.num_elements))
-                read = max(read, in_chunk, min(value, _READ_BYTES))
+                read = max(read, in_chunk, min(value, DISK_COPY_BYTES))
                 written = max(written, in_chunk)
     # Blocks of a file are blocks in memory, which takes a page more.
     return DISK_BUFFERS * sum((ceil(most / _PAGE) + 1) * _PAGE for most in (read, written) if most)
