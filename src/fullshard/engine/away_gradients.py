@@ -33,7 +33,7 @@ from fullshard.engine.gradients import (
     refuse,
     reshape,
 )
-from fullshard.engine.no_memory import storages, without_memory
+from fullshard.engine.no_memory import WithoutMemory, storages, without_memory
 from fullshard.engine.tensors import note_writes_of, written_by
 from fullshard.errors import GradientError
 
@@ -83,7 +83,7 @@ class Source(Protocol):
         ...
 
 
-class AwayGradient(GradShard):
+class AwayGradient(WithoutMemory, GradShard):
     source: Source
     parameter: int  # its index in the lane
     values_at_rest: torch.Tensor
@@ -123,6 +123,14 @@ class AwayGradient(GradShard):
     def __copy__(self) -> AwayGradient:
         return self.alias()
 
+    @staticmethod
+    def refuse_memory(name: str) -> NoReturn:
+        raise GradientError(
+            f"{name!r} of a gradient that rests on another device, or in another dtype, than its "
+            "parameter: it has no memory there",
+            "Take p.grad.clone() first to read it; write it with functions of torch.",
+        )
+
     def elements(self) -> torch.Tensor:
         self.source.settle()
         return self.readable()
@@ -136,35 +144,9 @@ class AwayGradient(GradShard):
         """Where `__torch_function__` is switched off, torch would give it memory of its own."""
         self.copy_(value)
 
-    # These take memory without asking `__torch_dispatch__`, and here there is none.
-
-    def data_ptr(self) -> int:
-        _refuse_memory("data_ptr")
-
     def untyped_storage(self) -> torch.UntypedStorage:
         with plainly():
             return _storage(self)
-
-    def storage(self) -> Any:
-        _refuse_memory("storage")
-
-    def _typed_storage(self) -> Any:
-        _refuse_memory("storage")
-
-    def is_shared(self) -> bool:
-        return False
-
-    def share_memory_(self) -> Any:
-        _refuse_memory("share_memory_")
-
-    def apply_(self, *_: Any) -> Any:
-        _refuse_memory("apply_")
-
-    def map_(self, *_: Any) -> Any:
-        _refuse_memory("map_")
-
-    def __dlpack__(self, **_: Any) -> Any:
-        _refuse_memory("dlpack")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Not to be written: known norms would not be true any more."""
@@ -247,7 +229,7 @@ class AwayGradient(GradShard):
         if func is _UNSCALE:
             return _unscale(*args)
         if func.overloadpacket in _OTHER_MEMORY:
-            _refuse_memory(func)
+            cls.refuse_memory(name_of(func))
         if func in _ATEN_ALIASES and found[0].rests_as_computed:
             return found[0].alias()
         makes_view = func not in _ATEN_ALIASES and any(r.alias_info for r in func._schema.returns)
@@ -299,15 +281,7 @@ def _kept(factor: torch.Tensor) -> torch.Tensor:
     return last[2]
 
 
-def _refuse_memory(func: Any) -> NoReturn:
-    raise GradientError(
-        f"{name_of(func)!r} of a gradient that rests on another device, or in another dtype, than its "
-        "parameter: it has no memory there",
-        "Take p.grad.clone() first to read it; write it with functions of torch.",
-    )
-
-
-_storage = storages(_refuse_memory)
+_storage = storages(AwayGradient.refuse_memory)
 
 
 def _refuse_view(func: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fullshard.engine.no_memory import storages, without_memory
+from fullshard.engine.no_memory import WithoutMemory, storages, without_memory
 from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
 from fullshard.engine.tensors import note_writes_of, written_by
 from fullshard.engine.transfers import Mark, Transfers
@@ -117,7 +117,7 @@ class Halves:
                 place.copy_(part)
 
 
-class SplitValues(torch.Tensor):
+class SplitValues(WithoutMemory, torch.Tensor):
     split_values: Halves
 
     @staticmethod
@@ -127,38 +127,13 @@ class SplitValues(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # These take memory without asking `__torch_dispatch__`.
-
-    def data_ptr(self) -> int:
-        _refuse_memory("data_ptr")
+    @staticmethod
+    def refuse_memory(name: str) -> NoReturn:
+        raise _refusal(name, "has no memory of its own")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """That of all values of the lane: views of the same values have the same one."""
         return self.split_values.storage
-
-    def storage(self) -> Any:
-        _refuse_memory("storage")
-
-    def _typed_storage(self) -> Any:
-        _refuse_memory("storage")
-
-    def __dlpack__(self, **_: Any) -> Any:
-        _refuse_memory("dlpack")
-
-    def share_memory_(self) -> Any:
-        _refuse_memory("share_memory_")
-
-    def apply_(self, *_: Any) -> Any:
-        _refuse_memory("apply_")
-
-    def map_(self, *_: Any) -> Any:
-        _refuse_memory("map_")
-
-    def map2_(self, *_: Any) -> Any:
-        _refuse_memory("map2_")
-
-    def is_shared(self) -> bool:
-        return False
 
     def is_pinned(self, device: Any = None) -> bool:
         return self.split_values.low.is_pinned()
@@ -450,11 +425,7 @@ def _is_view(func: Any) -> bool:
     return any(out.alias_info is not None for out in func._schema.returns)
 
 
-def _refuse_memory(name: str) -> NoReturn:
-    raise _refusal(name, "has no memory of its own")
-
-
-_storage = storages(_refuse_memory)
+_storage = storages(SplitValues.refuse_memory)
 
 
 def _refusal(name: str, why: str) -> AtRestError:
