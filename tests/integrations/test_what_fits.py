@@ -1,4 +1,4 @@
-"""The table of docs/offload.md of what fits on common machines is what the planner computes."""
+"""The table and the picture of docs/offload.md are what the planner computes."""
 
 from __future__ import annotations
 
@@ -76,3 +76,9 @@ def test_the_page_has_the_numbers_of_the_engine() -> None:
 @pytest.mark.long
 def test_the_table_is_what_the_planner_computes(planned: dict[str, Any]) -> None:
     assert planned["page"]() in (documents.ROOT / "docs" / "offload.md").read_text()
+
+
+def test_the_picture_has_the_numbers_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(documents.ROOT / "docs" / "pictures"))
+    picture = runpy.run_path(str(documents.ROOT / "docs" / "pictures" / "offload.py"))
+    assert picture["FILE"].read_text() == picture["draw"](), "run python docs/pictures/offload.py"
