@@ -21,6 +21,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ import fullshard as fs
 import ranks
 import warm
 from engines import my_rank
-from fullshard.engine import disk
+from fullshard.engine import disk, disk_home
 from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.transfers import Transfers
@@ -787,6 +788,32 @@ def test_buffers_are_aligned_registered_once_and_bounded(tmp_path: Path) -> None
     assert buffers.take() is first
     value.complete()
     assert bytes(value.path.read_bytes()[value._slot_bytes :][:8192]) == bytes(first)
+
+
+def test_buffers_are_unlocked_behind_the_last_copy_when_larger_ones_take_their_place(tmp_path: Path) -> None:
+    events: list[tuple[str, int]] = []
+
+    def lock(address: int, _: int) -> bool:
+        events.append(("locked", address))
+        return True
+
+    copied = mock.Mock(synchronize=lambda: events.append(("copied", 0)))
+    with (
+        mock.patch.object(disk_home, "lock_pages", lock),
+        mock.patch.object(disk_home, "unlock_pages", lambda address: events.append(("unlocked", address))),
+        mock.patch.object(Transfers, "mark_up", return_value=copied),
+    ):
+        home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
+        home.compute_device = torch.device("cuda")
+        values = home.zeros(8192, torch.float32)
+        home.fetch(values, 0, torch.empty(1024))
+        small = events[0][1]
+        assert events == [("locked", small)]
+        home.fetch(values, 0, torch.empty(8192))
+        large = events[2][1]
+        assert events[1:] == [("copied", 0), ("locked", large), ("unlocked", small)]
+        del home
+        assert events[4:] == [("copied", 0), ("unlocked", large)]
 
 
 def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ import stat
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -192,12 +192,16 @@ class Pending:
 class DiskBuffers:
     """A bounded number of aligned buffers, allocated once.
 
-    `register` gets address and size of all of them, to page-lock them. A buffer that is given back with
-    `until` (a write's `Pending.settle`, say) is free when that returns: who takes it first calls it.
+    `register` gets address and size of all of them, to page-lock them, and returns what unlocks them before
+    this memory goes. A buffer that is given back with `until` (a write's `Pending.settle`, say) is free when
+    that returns: who takes it first calls it.
     """
 
     def __init__(
-        self, count: int, size_bytes: int, register: Callable[[int, int], Any] | None = None
+        self,
+        count: int,
+        size_bytes: int,
+        register: Callable[[int, int], Callable[[], Any] | None] | None = None,
     ) -> None:
         self.size_bytes = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = memoryview(mmap.mmap(-1, count * self.size_bytes))
@@ -205,8 +209,9 @@ class DiskBuffers:
             memory[i * self.size_bytes : (i + 1) * self.size_bytes] for i in range(count)
         )
         self._busy: deque[tuple[Callable[[], Any], memoryview]] = deque()
-        if register is not None:
-            register(_address(memory), len(memory))
+        unlock = None if register is None else register(_address(memory), len(memory))
+        if unlock is not None:
+            weakref.finalize(self, _unlock, self._busy, unlock).atexit = False
 
     def settle(self) -> None:
         """Until all that were given back are free."""
@@ -234,6 +239,12 @@ class DiskBuffers:
             self._free.append(buffer)
         else:
             self._busy.append((until, buffer))
+
+
+def _unlock(busy: Iterable[tuple[Callable[[], Any], memoryview]], unlock: Callable[[], Any]) -> None:
+    for until, _ in busy:
+        until()
+    unlock()
 
 
 def _address(memory: memoryview) -> int:

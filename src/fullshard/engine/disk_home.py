@@ -7,8 +7,9 @@ it stores is copied into other buffers, beside computing, and written behind. Bo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -191,7 +192,7 @@ class DiskHome:
         if pool is None or pool.size_bytes < size_bytes:
             if pool is not None:
                 pool.settle()
-            register = self._lock_pages if self.compute_device.type == "cuda" else None
+            register = _locked if self.compute_device.type == "cuda" else None
             try:
                 pool = self._buffers[use] = DiskBuffers(DISK_BUFFERS, size_bytes, register)
             except OSError as error:
@@ -202,9 +203,11 @@ class DiskHome:
                 ) from error
         return pool
 
-    def _lock_pages(self, address: int, size_bytes: int) -> None:
-        if lock_pages(address, size_bytes):
-            weakref.finalize(self, unlock_pages, address).atexit = False
+
+def _locked(address: int, size_bytes: int) -> Callable[[], None] | None:
+    """A range that stays locked when its memory is gone is taken for what lies there next: a device then
+    copies from and to pages that nobody else sees."""
+    return partial(unlock_pages, address) if lock_pages(address, size_bytes) else None
 
 
 def _part(buffer: memoryview, place: _Range) -> memoryview:
