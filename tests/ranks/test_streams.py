@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -252,6 +253,37 @@ def _by_optimizers_of_one_model_and_of_two(offload: fs.Offload) -> list[str]:
 def test_steps_on_one_model_by_streams_of_two_wait_for_each_other(kinds: tuple[str, ...]) -> None:
     offload = fs.Offload(kinds=kinds, chunk=600, overlap=True, slabs="200kB")
     assert not ranks.run(_by_optimizers_of_one_model_and_of_two, 1, offload)[0][:5]
+
+
+class _Raising(torch.optim.AdamW):
+    chunks_left = -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        _Raising.chunks_left -= 1
+        if _Raising.chunks_left == 0:
+            raise InterruptedError
+
+
+def _interrupted(offload: fs.Offload) -> list[str]:
+    with streams.watched() as watch:
+        model = engines.shard_blocks(engines.build(Net), precision="bf16", offload=offload)
+        optimizer = _Raising(model.parameters(), lr=1e-2)
+        for step in range(3):
+            engines.loss_of(model, engines.batch(step, my_rank())).backward()
+            _Raising.chunks_left = step
+            with pytest.raises(InterruptedError) if step else nullcontext():
+                optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    return watch.races
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_is_called_again_waits_for_the_chunk_that_has_raised(step: str) -> None:
+    offload = fs.Offload(chunk=600, **STEPS[step])
+    assert not ranks.run(_interrupted, 1, offload)[0][:5]
 
 
 def _on_the_host() -> None:

@@ -243,6 +243,9 @@ class StreamedStep:
             while fetched:
                 self._finish_chunk(fetched[0], before, step)
                 self._idle.append(fetched.popleft().slabs)
+        except BaseException:
+            self._transfers.now().synchronize()  # the chunk that has raised may still be stepped on
+            raise
         finally:
             self._idle += [staged.slabs for staged in fetched]
 
