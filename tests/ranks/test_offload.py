@@ -213,6 +213,25 @@ def test_norms_of_complex_gradients_are_known_before_they_leave_for_the_host() -
         assert replicate == replicate_away
 
 
+def _carried_from() -> list[str]:
+    model = engines.shard_blocks(engines.build(), offload="host")
+    comm = runtime_of(model).comm
+    engines.loss_of(model, engines.batch(0, my_rank())).backward()
+    with (
+        mock.patch.object(comm, "device", torch.device("meta")),
+        mock.patch.object(torch.distributed, "all_reduce") as all_reduce,
+    ):
+        comm.start_max(torch.ones(()))
+        together = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return [str(all_reduce.call_args.args[0].device), str(together.device)]
+
+
+def test_what_is_computed_of_gradients_on_the_host_is_summed_over_ranks_on_their_device() -> None:
+    """NCCL carries nothing from the host: `p.grad.isfinite().all()` would be an error. And some of what is
+    concatenated may rest on the device."""
+    assert ranks.run(_carried_from, 2) == [["meta", "meta"]] * 2
+
+
 def _read_behind_a_step() -> None:
     model = engines.shard_blocks(engines.build(Net), offload=fs.Offload(overlap=True))
     optimizer = OPTIMIZERS["AdamW"](model.parameters())

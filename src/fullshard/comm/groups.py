@@ -361,9 +361,10 @@ class Comm:
         channel = "replica" if group is self._replica_group else "reduce"
         number = self.begin(channel, tag)
         flat = torch.view_as_real(values) if values.is_complex() else values
-        target = flat.cpu() if self.staged else flat
+        # What is computed of a gradient on the host is there, too, and NCCL carries nothing from there.
+        target = flat.to("cpu" if self.staged else self.device)
         work = dist.all_reduce(target, op=op, group=group, async_op=True)
-        after = (lambda: flat.copy_(target)) if self.staged else None
+        after = None if target is flat else (lambda: flat.copy_(target))
         return Operation(self.watchdog, work, channel, number, after)
 
     # ---- agreements on the host, over all members

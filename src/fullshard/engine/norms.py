@@ -386,7 +386,7 @@ def _concatenate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if Step.running or any(g.cut is None for g in found):
             return GradShard.make(func(*args, **kwargs).as_subclass(torch.Tensor), found[0].comm)
         shape = tuple(func(list(map(gradients.empty_like, found)), *args[1:], **kwargs).shape)
-        flat = torch.cat([g.elements().reshape(-1) for g in found])
+        flat = torch.cat([g.elements().reshape(-1).to(g.comm.device) for g in found])  # some are on the host
         return found[0].like(flat.view(shard_shape(shape, flat.numel())), Cut(shape, None))
 
 
