@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_offload
@@ -266,8 +267,8 @@ OWN: dict[str, Callable[..., Any]] = {
 }
 
 
+@mock.patch.dict(uses.USES, OWN)
 def _own_uses(folder: Path) -> None:
-    uses.USES |= OWN
     for turn, name in enumerate(OWN):
         options = {"precision": "bf16", "strategy": ("zero3", "replicate", "zero2")[turn % 3]}
         offloads = ["host", fs.Offload(kinds=("master", "state"), chunk=300), fs.Offload(overlap=True)]
