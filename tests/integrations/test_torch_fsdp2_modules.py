@@ -542,6 +542,35 @@ def test_a_state_dict_of_some_parameters_loads_these_or_names_the_missing_ones()
     ranks.run(_a_part_is_loaded, 2, init=True, timeout_s=120)
 
 
+def _channels_last() -> list[str]:
+    """Images keep their memory order: of unsharded values on the first rank, and of a sharded model's."""
+    from torch.distributed.checkpoint import state_dict as stock
+
+    from fullshard.torch_fsdp import fully_shard
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3)).to(memory_format=torch.channels_last)
+
+    expected, first, second = made(0), fully_shard(made(1)), fully_shard(made(2))
+    options = stock.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = expected.state_dict() if rank() == 0 else {}
+    stock.set_model_state_dict(first, given, options=options)
+    taken = stock.get_model_state_dict(first, options=stock.StateDictOptions(full_state_dict=True))
+    stock.set_model_state_dict(second, taken if rank() == 0 else {}, options=options)
+    values = expected.state_dict()
+    return [
+        f"{what}: {name}"
+        for what, model in (("from unsharded", first), ("from sharded", second))
+        for name, value in whole(model).items()
+        if not torch.equal(value, values[name])
+    ]
+
+
+def test_values_in_channels_last_order_that_the_first_rank_sends_reach_all_ranks_as_they_are() -> None:
+    assert ranks.run(_channels_last, 2, init=True, timeout_s=120) == [[], []]
+
+
 def _blank_buffers() -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

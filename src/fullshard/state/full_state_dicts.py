@@ -3,7 +3,8 @@
 `get_model_state_dict(..., full_state_dict=True)` and its relatives gather tensors of the classes that torch
 knows to be sharded, and pass on all others. The one function in which they do so is wrapped, so that it
 receives our values unsharded, one at a time. So what `set_model_state_dict(..., broadcast_from_rank0=True)`
-sends are full values, which `load_state_dict` cuts.
+sends are full values, which `load_state_dict` cuts. It sends memory as it lies, to ranks that take it for
+contiguous: the function that sends is wrapped, too, so that values in channels-last order arrive as they are.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from fullshard.comm.groups import own_rank
 from fullshard.patches import Patches
 
 MODULE, _FUNCTION = "torch.distributed.checkpoint.state_dict", "_gather_state_dict"
+_SENDING_MODULE, _SENDING = "torch.distributed._state_dict_utils", "_broadcast_tensors"  # of MODULE's
 _patches = Patches("*")  # a script may have imported it before it imported us
 
 
@@ -30,6 +34,9 @@ def follow_torch(shard: type[Any]) -> bool:
     if module is None or not hasattr(module, _FUNCTION):
         return False
     _patches.replace(module, _FUNCTION, partial(_gather_too, shard))
+    sending = sys.modules.get(_SENDING_MODULE)
+    if sending is not None and hasattr(sending, _SENDING):
+        _patches.replace(sending, _SENDING, _send_contiguous)
     return True
 
 
@@ -41,6 +48,16 @@ def _gather_too(shard: type[Any], gather: Callable[..., Any]) -> Callable[..., A
         return gather(_gathered(state_dict, shard, keep, to_host), *args, **kwargs)
 
     return gathered
+
+
+def _send_contiguous(send: Callable[..., None]) -> Callable[..., None]:
+    def sent(full_state_dict: dict[str, Any], local: Any, keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            if isinstance(full_state_dict[key], torch.Tensor):  # on the first rank; others know the shape
+                full_state_dict[key] = full_state_dict[key].contiguous()
+        send(full_state_dict, local, keys, *args, **kwargs)
+
+    return sent
 
 
 def _gathered(value: Any, shard: type[Any], keep: bool, to_host: bool) -> Any:
