@@ -327,6 +327,94 @@ def test_optimizer_state_of_wrapped_parts_in_a_plain_model_is_whole_under_the_na
             assert_state(state, expected, f"way {number}")
 
 
+# --- torch.distributed.checkpoint.state_dict --------------------------------------------------------------
+
+
+class Named(WithBuffer):
+    """One of its children has the name of an attribute of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(super().forward(x))
+        return out
+
+
+def _parts(doors: Any, model: Any, **options: Any) -> Any:
+    """Blocks are wrapped, the model around them is not."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = plainly(doors, block, **options)
+    return model
+
+
+def _by_functions_of_torch(folder: str) -> dict[str, Any]:
+    """A checkpoint is written, read into another model with a new optimizer, and trained on."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as stock
+
+    from fullshard.state.state_dict import StateShard
+    from fullshard.torch_fsdp import CPUOffload
+
+    found: dict[str, Any] = {}
+    full = stock.StateDictOptions(full_state_dict=True)
+    on_first = stock.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_first = stock.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    flat = stock.StateDictOptions(flatten_optimizer_state_dict=True)
+    for way, offload in (
+        (by_policy, False),
+        (by_hand, True),
+        (plainly, True),
+        (_parts, True),
+        (_parts, False),
+    ):
+        pieces = [0, 1] if way is _parts else [my_rank()]  # what is not wrapped has no other gradients
+        made = []
+        for seed in (0, 5, 6, 7):
+            model = way(ours(), build(Named, seed=seed), cpu_offload=CPUOffload(offload))
+            made.append((model, torch.optim.NAdam(model.parameters(), lr=1e-2)))
+        _step(*made[0], pieces)
+        taken = stock.get_state_dict(*made[0])
+        assert isinstance(taken[0]["blocks.0.0.weight"], StateShard)  # no rank holds the unsharded model
+        first_ranks = stock.get_state_dict(*made[0], options=on_first)
+        assert bool(first_ranks[0]) == (my_rank() == 0)
+        for (model, optimizer), options in zip(made[1:], (None, flat, from_first), strict=True):
+            if options is from_first:
+                values, state = first_ranks
+            else:
+                name = f"{folder}/{way.__name__} {offload} {options is None}"
+                written = taken if options is None else stock.get_state_dict(*made[0], options=options)
+                dcp.save({"model": written[0], "optimizer": written[1]}, checkpoint_id=name)
+                read = dict(
+                    zip(
+                        ("model", "optimizer"),
+                        stock.get_state_dict(model, optimizer, options=options),
+                        strict=True,
+                    )
+                )
+                dcp.load(read, checkpoint_id=name)
+                values, state = read["model"], read["optimizer"]
+            stock.set_model_state_dict(model, values, options=options)
+            stock.set_optimizer_state_dict(model, optimizer, state, options=options)
+            _step(model, optimizer, pieces)
+            case = f"{way.__name__} {offload} {options}"
+            found[case] = stock.get_state_dict(model, optimizer, options=full)
+    return found
+
+
+def test_state_functions_of_torch_write_and_read_wrapped_models_under_plain_names(tmp_path: Path) -> None:
+    model = build(Named)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        _step(model, optimizer, [0, 1])
+    expected = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    for found in ranks.run(_by_functions_of_torch, 2, str(tmp_path), init=True, timeout_s=180):
+        for case, (values, state) in found.items():
+            assert_values(values, model.state_dict(), case)
+            assert_state(state, expected, case)
+
+
 # --- optimizers that step on entire tensors ---------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ Change the import, keep the calls. What this engine cannot do raises NotSupporte
 """
 
 from fullshard.torch_fsdp import full_state_dicts as _full_state_dicts
+from fullshard.torch_fsdp import wrapped_state_dicts as _wrapped_state_dicts
 from fullshard.torch_fsdp.composable import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.torch_fsdp.fsdp_module import FSDPModule, UnshardHandle
 from fullshard.torch_fsdp.policies import (
@@ -63,3 +64,4 @@ __all__ = [
 ]
 
 _full_state_dicts.turn_on()
+_wrapped_state_dicts.turn_on()
