@@ -65,20 +65,21 @@ def test_averaged_model_made_before_the_first_use_follows_the_sharded_one() -> N
     ranks.run(_averages, 2, init=True, timeout_s=120)
 
 
-def _compiled() -> None:
+def _compiled(is_wrapped: bool) -> None:
     all_parts = batches(2, 2)
     plain = build()
     _trained(plain, None, [torch.cat(list(step)) for step in all_parts])
-    model = by_blocks(build())
+    model = _wrapped(build()) if is_wrapped else by_blocks(build())
     _trained(torch.compile(model, backend="eager"), None, [step[rank()] for step in all_parts])
-    values = whole(model)
+    values = _values(model)
     for name, value in plain.state_dict().items():
         reference.assert_close(values[name], value, name, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_model_compiled_whole_before_its_first_use_trains_as_one_process_does() -> None:
-    ranks.run(_compiled, 2, init=True, timeout_s=120)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_model_compiled_whole_before_its_first_use_trains_as_one_process_does(is_wrapped: bool) -> None:
+    ranks.run(_compiled, 2, is_wrapped, init=True, timeout_s=120)
 
 
 def _empty() -> Any:

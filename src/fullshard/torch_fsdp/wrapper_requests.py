@@ -66,6 +66,8 @@ class Wrapper(nn.Module):
     _fsdp_wrapped_module: nn.Module
 
     def _defer(self, options: WrapperOptions) -> None:
+        if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
+            _begin_untraced.append(torch.compiler.disable(WrapperRequest.begin))  # type: ignore[no-untyped-call]
         WrapperRequest(self, options)
         self.state_dict_settings = strategies.settings(StateDictType.FULL_STATE_DICT)
         self.buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by name
@@ -190,8 +192,14 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 
 def begin(wrapper: Wrapper) -> Runtime | None:
     """The engine of this wrapper, built now unless it was before; None if there is nothing to shard."""
-    wrapper_request(wrapper).begin()
+    if torch.compiler.is_dynamo_compiling():  # the first call of `torch.compile(model)`
+        _begin_untraced[0](wrapper_request(wrapper))
+    else:
+        wrapper_request(wrapper).begin()
     return engine_of(wrapper)
+
+
+_begin_untraced: list[Callable[[WrapperRequest], Any]] = []  # `begin`, which torch.compile must not trace
 
 
 def _alone(request: WrapperRequest, root: WrapperRequest) -> bool:
