@@ -141,6 +141,23 @@ def with_gradients_divided_by_numbers(options: dict[str, Any], _: Path) -> Any:
     return values(model) | found
 
 
+def with_gradients_that_parameters_exchange(options: dict[str, Any], _: Path) -> Any:
+    """Each is clipped by itself, before that or behind it."""
+    model, optimizer = new(options)
+    first, second = (model.get_parameter(f"blocks.{index}.0.weight") for index in range(2))
+    for number in range(4):
+        backward(model, number)
+        for turn in range(2):
+            if turn == number % 2:
+                first.grad, second.grad = second.grad, first.grad
+            else:
+                for parameter in model.parameters():
+                    nn.utils.clip_grad_norm_([parameter], 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
 def edited_between_backward_and_step(options: dict[str, Any], _: Path) -> Any:
     model, optimizer = new(options)
     for number, edit in enumerate((lambda p: p.mul_(0.5), lambda p: p.data.add_(0.1), _assigned)):
@@ -366,6 +383,7 @@ USES: dict[str, Run] = {
         with_two_optimizers,
         inferred,
         state_dicts_taken_and_loaded,
+        with_gradients_that_parameters_exchange,
     )
 }
 

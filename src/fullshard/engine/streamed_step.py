@@ -48,7 +48,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.away_gradients import multiply
+from fullshard.engine.away_gradients import AwayGradient, multiply
 from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import Step, plainly
@@ -165,6 +165,7 @@ class StreamedStep:
         if not self._hidden:
             return
         self._stored_before = {id(lane): lane.stored for lane in self._lanes}
+        self._settle_given()
         before = Numbers(self._optimizer)
         for parameter in self._hidden:  # on the stream that memory of replaced states belongs to
             put_in_place(self._optimizer, *self._places[parameter], parameter)
@@ -203,6 +204,18 @@ class StreamedStep:
         self._states.clear()
         self._counted = Numbers(self._optimizer)
         before.restore()
+
+    def _settle_given(self) -> None:
+        """A gradient that user code has set may be that of another parameter. Reading it multiplies what
+        rests by the factors of clipping: that has to be over before any of it is fetched."""
+        for parameter, gradient in self._hidden.items():
+            if isinstance(gradient, AwayGradient) and not self._is_own(parameter, gradient):
+                gradient.source.settle()
+
+    def _is_own(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        span, index = self._places[parameter]
+        gradients = span.lane.gradients
+        return gradients is not None and gradient is gradients.views[index]
 
     def _await_readers(self) -> None:
         for lane in self._lanes:
