@@ -293,6 +293,25 @@ def test_values_that_a_disk_has_changed_or_lost_are_not_saved(tmp_path: Path) ->
     ranks.run(_save_fails, 2, tmp_path, timeout_s=120)
 
 
+def _written_unseen(folder: Path) -> None:
+    for written in ("state", "master"):
+        model, optimizer = _new(folder, "bf16")
+        for number in range(2):
+            _backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        _backward(model, 2)
+        for parameter in model.parameters():
+            value = optimizer.state[parameter]["exp_avg"].data if written == "state" else parameter.data.data
+            value.add_(1)
+        with pytest.raises(OffloadError, match=r"your code has .* use methods of the parameter"):
+            optimizer.step()
+
+
+def test_writes_on_disk_that_move_no_version_counter_are_an_error_that_names_them(tmp_path: Path) -> None:
+    ranks.run(_written_unseen, 1, tmp_path)
+
+
 def _no_room(folder: Path) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2**18))
     if my_rank() == 1:

@@ -64,6 +64,10 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2  # start to write what is dirty, and do not wait
 _PIECE_BYTES = 2**23  # of a read or write: its checksum is taken while it is in the processor's cache
+_UNSEEN = (
+    " Or your code has written there through NumPy, DLPack or `.data`, which moves no version counter: use "
+    "methods of the parameter or of the state itself, or fs.full."
+)
 ALIGNMENT = 4096  # of memory and offsets in direct I/O: the largest logical block of common disks
 # Each moves a piece, then takes its checksum, which with zlib may take longer than the disk needs for it: 4
 # left a disk idle for a fifth of the time. They wait most of it, so that they may be more than the cores.
@@ -456,7 +460,7 @@ class DiskValue:
             found = self._transfer("read", os.preadv, part, offset, directly=checksum is not None)
             if checksum is not None and checksum != found:
                 why = f"bytes {first} to {first + size} are not those that were written"
-                raise self._failed("read", why)
+                raise self._failed("read", why, _UNSEEN)
 
     def _write(self, slot: int, after: Callable[[], Any] | None, start: int, data: memoryview) -> None:
         if after is not None:
@@ -563,8 +567,9 @@ class DiskValue:
         if not links:
             raise self._failed("use", "it was removed")
 
-    def _failed(self, verb: str, why: str) -> OffloadError:
+    def _failed(self, verb: str, why: str, otherwise: str = "") -> OffloadError:
         return OffloadError(
             f"cannot {verb} {self.path}: {why}",
-            "Model and optimizer are as before this step. Look at the disk, then resume from a checkpoint.",
+            "Model and optimizer are as before this step. Look at the disk, then resume from a checkpoint."
+            + otherwise,
         )
