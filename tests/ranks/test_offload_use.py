@@ -444,6 +444,25 @@ def test_what_is_written_into_8_bit_states_between_backward_and_step_counts(tmp_
     ranks.run(_in_blocks, 1, tmp_path)
 
 
+def _assigned_unnoticed() -> None:
+    """By torch's own descriptor, in front of which is one that notes it."""
+
+    def run(options: dict[str, Any], _: Path) -> Any:
+        model, optimizer = new(options)
+        steps(model, optimizer, 0)
+        for parameter in model.parameters():
+            torch.Tensor.data.__set__(parameter, parameter.detach() * 0.5)  # type: ignore[attr-defined]
+        steps(model, optimizer, 1)
+        return values(model)
+
+    USES["assigned unnoticed"] = run
+    compare("assigned unnoticed", {"precision": "bf16"}, ["host", "optimizer"], Path())
+
+
+def test_values_that_are_assigned_by_other_ways_than_the_attribute_are_seen() -> None:
+    ranks.run(_assigned_unnoticed, 2)
+
+
 # --- steps that raise ---------------------------------------------------------------------------------------
 
 

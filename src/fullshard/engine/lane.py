@@ -411,6 +411,8 @@ class Lane:
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
             self.show_sharded()
+            if self._edits is not None:  # by torch's own descriptor, say, which is not noted when it happens
+                self._edits.assigned = True
             if self.permanent:  # the full value is the shard
                 for parameter, view in zip(self.compute_parameters, self.shard_views, strict=True):
                     set_data(local_of(parameter), view)
