@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.comm.probe import levels
+from fullshard.comm.topology import Place
 from fullshard.link_speeds import ClusterSpeeds, LinkSpeed, recall_speeds, remember_speeds, speeds_file
 
 INSIDE, ACROSS = LinkSpeed(8, 4e11, 3e-6), LinkSpeed(4, 5e10, 1.5e-5)
@@ -81,7 +82,17 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_replaced_by_the_next_measu
 
 
 def test_levels_are_nodes_and_equal_local_indices_also_where_nodes_differ() -> None:
-    even = [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert levels(even) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    uneven = [(0, 0), (0, 1), (0, 2), (3, 0)]
-    assert levels(uneven) == ([[0, 1, 2], [3]], [[0, 3], [1], [2]])
+    one_name = [7, 7, 7, 7]  # as containers may have
+    even = [Place(0, 2), Place(1, 2), Place(0, 2), Place(1, 2)]
+    assert levels(even, one_name) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    uneven = [Place(0, 3), Place(1, 3), Place(2, 3), Place(0, 1)]
+    assert levels(uneven, one_name) == ([[0, 1, 2], [3]], [[0, 3], [1], [2]])
+
+
+def test_ranks_that_are_dealt_out_to_nodes_in_turn_are_told_apart_by_the_names_of_their_hosts() -> None:
+    in_turn = [Place(0, 2), Place(0, 2), Place(1, 2), Place(1, 2)]
+    assert levels(in_turn, [5, 6, 5, 6]) == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    uneven = [Place(0, 3), Place(0, 1), Place(1, 3), Place(2, 3)]
+    assert levels(uneven, [5, 6, 5, 5]) == ([[0, 2, 3], [1]], [[0, 1], [2], [3]])
+    backwards = [Place(1, 2), Place(0, 2), Place(1, 2), Place(0, 2)]
+    assert levels(backwards, [5, 5, 6, 6]) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from fullshard.comm.groups import start
 from fullshard.comm.host_group import new_group
-from fullshard.environment import launch
+from fullshard.comm.recorder_files import digest
+from fullshard.comm.topology import Place, own_place
+from fullshard.environment import host_name
 from fullshard.link_speeds import ClusterSpeeds, LinkSpeed, device_name
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,17 +27,34 @@ _FIRST_BYTES = 2**18  # of the gathered buffer
 _LARGEST_BYTES = {"cuda": 2**28, "cpu": 2**26}  # sockets are at full speed far below
 
 
-def levels(places: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups inside nodes, and those across, of ranks with equal local index. Pure.
+def levels(places: Sequence[Place], hosts: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """The groups inside nodes, and those across, of ranks with equal index in their node. Pure.
 
-    places: by rank, the first rank of its node and its index there.
+    `places` and `hosts`, names of hosts as numbers, are by rank. Launchers mostly number the ranks of a node
+    one after the other; where they do not (`srun --distribution=cyclic`), a node is what has one name.
     """
-    inside: dict[int, list[int]] = {}
-    across: dict[int, list[int]] = {}
-    for rank, (first, index) in enumerate(places):
-        inside.setdefault(first, []).append(rank)
-        across.setdefault(index, []).append(rank)
-    return list(inside.values()), list(across.values())
+    firsts = [rank - place.local_rank for rank, place in enumerate(places)]
+    nodes = _grouped(firsts)
+    if any(nodes[firsts[rank]] != _node(rank, place) for rank, place in enumerate(places)):
+        nodes = _grouped(hosts)
+    inside = list(nodes.values())
+    largest = max(map(len, inside))
+    across = [[node[index] for node in inside if index < len(node)] for index in range(largest)]
+    return inside, across
+
+
+def _grouped(keys: Sequence[int]) -> dict[int, list[int]]:
+    """Ranks with equal keys."""
+    groups: dict[int, list[int]] = {}
+    for rank, key in enumerate(keys):
+        groups.setdefault(key, []).append(rank)
+    return groups
+
+
+def _node(rank: int, place: Place) -> list[int]:
+    """The ranks of its node, if they are numbered one after the other."""
+    first = rank - place.local_rank
+    return list(range(first, first + place.local_ranks))
 
 
 def probe(enough_s: float = 0.3) -> ClusterSpeeds:
@@ -52,13 +71,13 @@ def probe(enough_s: float = 0.3) -> ClusterSpeeds:
 
 
 def _probe(enough_s: float) -> ClusterSpeeds:
-    launched, rank, ranks = launch(), dist.get_rank(), dist.get_world_size()
-    device = job_device()
-    first = rank - launched.local_rank if launched.ranks == ranks else rank
-    mine = torch.tensor([first, rank - first], device=device)
-    rows = torch.empty(ranks, 2, dtype=mine.dtype, device=device)
+    ranks, device, place = dist.get_world_size(), job_device(), own_place()
+    host = digest(host_name().encode()) >> 1  # a tensor's integers have a sign
+    mine = torch.tensor([host, place.local_rank, place.local_ranks], device=device)
+    rows = torch.empty(ranks, 3, dtype=mine.dtype, device=device)
     _all_gather(rows.view(-1), mine)
-    inside, across = levels([(int(a), int(b)) for a, b in rows.tolist()])
+    found = rows.tolist()
+    inside, across = levels([Place(*at) for _, *at in found], [name for name, *_ in found])
     return ClusterSpeeds(
         backend="nccl" if device.type == "cuda" else "gloo",
         device=device_name(),
