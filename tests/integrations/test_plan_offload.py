@@ -123,6 +123,15 @@ def test_what_the_host_cannot_hold_goes_to_a_disk_of_the_named_size() -> None:
     assert f"would need --disk {disk}" in found["advice"][0]
 
 
+def test_a_host_and_a_disk_that_are_both_too_small_are_told_of_sizes_that_are_enough_together() -> None:
+    said = (*SMALL, "--offload", "host")
+    code, found = asked(*said, "--host-memory", "2GiB", "--disk", "1MiB")
+    assert code == 1
+    ((host, disk),) = re.findall(r"would need --host-memory (\S+) and --disk (\S+)\.", found["advice"][0])
+    assert asked(*said, "--host-memory", host, "--disk", disk)[0] == 0
+    assert asked(*said, "--host-memory", host, "--disk", "1MiB")[0] == 1
+
+
 def test_buffers_of_a_disk_are_planned_within_the_memory_of_the_host() -> None:
     """16 for reading and 16 for writing, of a chunk of fp32 values each."""
     _, found = asked(*SMALL, "--offload", "host", "--host-memory", "4GiB", "--disk", "1TiB")

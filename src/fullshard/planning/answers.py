@@ -386,6 +386,8 @@ def _host_advice(answer: Answer, step: Step) -> list[str]:
         lines = [f"With {one.strategy}, {where} would need --disk {needed}: every value has two slots there."]
     else:
         needed = size_option(_host_memory(one, question, step))
+        if request.disk_bytes is not None and one.resting.disk_bytes > request.disk_bytes:
+            needed += f" and --disk {size_option(one.resting.disk_bytes)}"
         lines = [f"With {one.strategy}, {where} would need --host-memory {needed}."]
     if request.disk_bytes is None:
         with_disk = replace(question, offload=replace(request, disk_bytes=2**60))
