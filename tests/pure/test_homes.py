@@ -282,6 +282,17 @@ def test_slabs_hold_a_chunk_of_the_largest_lane_that_is_streamed() -> None:
     assert slab_bytes([CAST], [LaneHomes("device", "host", "device", "host")], 1000, 4, "host") == 4 * 60
 
 
+def test_state_in_blocks_that_comes_from_elsewhere_takes_a_chunk_of_blocks_beside_its_slabs() -> None:
+    lane = LaneBytes(1024, 2048, 2048, 2 * 520, 512, in_blocks=True)
+    plain = Resting((lane,), (EVERYTHING,), Budget(0, None, False), 256)
+    slabs = slab_bytes([lane], [EVERYTHING], 256, plain.slab_sets)
+    assert plain.slab_bytes == slabs + 3 * 260, "one that is decoded, and two that were encoded"
+    on_host = replace(plain, step="host")
+    assert on_host.slab_bytes == slab_bytes([lane], [EVERYTHING], 256, on_host.slab_sets, "host")
+    here = replace(plain, homes=(replace(EVERYTHING, state="device"),))
+    assert here.slab_bytes == slab_bytes([lane], here.homes, 256, here.slab_sets)
+
+
 def test_gradients_that_rest_as_computed_have_a_slab_in_the_dtype_of_the_step_wherever_they_rest() -> None:
     lane = LaneBytes(20, 40, 20, 80, 10)
     assert slab_bytes([lane], [EVERYTHING], 1000, 4) == 4 * (160 + 40)

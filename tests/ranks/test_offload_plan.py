@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from fullshard.engine import step_slabs
 from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.split_masters import SplitValues
-from fullshard.plan.homes import DISK_BUFFERS, KINDS, PLACES
+from fullshard.plan.homes import DISK_BUFFERS, KINDS, PLACES, slab_bytes
 from fullshard.plan.plan import Plan
 
 
@@ -163,6 +164,39 @@ def slabs_by_step() -> list[tuple[str, int, list[int]]]:
 def test_slabs_are_those_of_the_plan_from_the_first_steps_on() -> None:
     for name, planned, by_step in ranks.run(slabs_by_step, 1)[0]:
         assert 0 < by_step[1] == by_step[-1] <= planned, (name, planned, by_step)
+
+
+def blocks_beside_slabs(folder: Path) -> tuple[int, int]:
+    """Bytes of encoded state on its way from and to a disk: planned, and the most at the same time."""
+    offload = fs.Offload(host=24_000, disk=folder, chunk=600)
+    model = engines.shard_blocks(engines.build(), precision="bf16", state="8bit", offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters())
+    staging = step_slabs.BlockPlace._staging
+    held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    most = 0
+
+    def counted(place: step_slabs.BlockPlace) -> torch.Tensor:
+        nonlocal most
+        rows = staging(place)
+        held.add(rows.untyped_storage())
+        most = max(most, sum(storage.nbytes() for storage in held))
+        return rows
+
+    with mock.patch.object(step_slabs.BlockPlace, "_staging", counted):
+        for step in range(3):
+            engines.loss_of(model, engines.batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plan = fs.plan(model)
+    assert plan.resting is not None
+    lanes, homes = plan.resting.lanes, plan.resting.homes
+    slabs = slab_bytes(lanes, homes, plan.resting.chunk, plan.resting.slab_sets)
+    return plan.slab_bytes - slabs, most
+
+
+def test_blocks_on_their_way_between_homes_and_slabs_are_planned_beside_these(tmp_path: Path) -> None:
+    planned, most = ranks.run(blocks_beside_slabs, 1, tmp_path)[0]
+    assert 0 < most <= planned
 
 
 def too_small(folder: Path) -> list[str]:

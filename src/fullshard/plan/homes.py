@@ -18,7 +18,7 @@ from fullshard.byte_sizes import size, size_option
 from fullshard.errors import OffloadError
 from fullshard.offload import Offload
 from fullshard.plan.layout import Layout
-from fullshard.precision import LaneDtypes
+from fullshard.precision import BLOCK, STATE_ROW_BYTES, LaneDtypes
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
@@ -151,7 +151,8 @@ def budget_of(offload: Offload, lanes: Sequence[LaneBytes], full_bytes: int, fre
         chunk = chunk_of(offload, trained_elements(lanes))
         one, count = slab_bytes(lanes, away, chunk, 1), num_chunks(lanes, away, chunk)
         sets = slab_sets(chunk, one, offload.slab_limit, count)
-        slabs = slab_bytes(lanes, away, chunk, sets) if offload.step == "device" else 0
+        in_step = slab_bytes(lanes, away, chunk, sets) + block_bytes(lanes, away, chunk)
+        slabs = in_step if offload.step == "device" else 0
         room = free.device - full_bytes - slabs
         device = max(0, int(room * AUTO_SHARE))
     if host == "auto":
@@ -388,6 +389,19 @@ def slab_bytes(
     return int(num_elements * (sets * sum(fetched.values()) + sum(near.values())))
 
 
+def block_bytes(
+    lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int, step: str = "device"
+) -> int:
+    """Memory beside slabs for state in 8-bit blocks that rests elsewhere: of a chunk, one state on its way in
+    and all of them on their way out."""
+    away = (
+        min(chunk, lane.num_elements)
+        for lane, home in zip(lanes, homes, strict=True)
+        if lane.gradients and lane.in_blocks and home.state != step
+    )
+    return (1 + STATES) * ceil(max(away, default=0) / BLOCK) * STATE_ROW_BYTES
+
+
 def disk_buffer_bytes(lanes: Sequence[LaneBytes], homes: Sequence[LaneHomes], chunk: int) -> int:
     """Host memory of a rank between its files and where it computes: buffers of a chunk of one value each."""
     read = written = 0
@@ -464,7 +478,8 @@ class Resting:
     @property
     def slab_bytes(self) -> int:
         """Of each rank, where its steps run, from the first one on."""
-        return slab_bytes(self.lanes, self.homes, self.chunk, self.slab_sets, self.step)
+        slabs = slab_bytes(self.lanes, self.homes, self.chunk, self.slab_sets, self.step)
+        return slabs + block_bytes(self.lanes, self.homes, self.chunk, self.step)
 
     @property
     def share_ahead(self) -> float:
