@@ -29,6 +29,7 @@ from fullshard.checkpoint.saving.background import finish_earlier
 from fullshard.comm.control import ControlGroup, control_group
 from fullshard.elastic import reports
 from fullshard.elastic.keeper_places import own_places
+from fullshard.engine.lane import disk_homes_of
 from fullshard.engine.runtime import Runtime, model_of, runtime_of
 from fullshard.errors import CheckpointError, DamagedCheckpoint, RankMismatch
 from fullshard.keywords import checked_keywords
@@ -118,8 +119,11 @@ def _load_from(
         check_same_request([request for request, _ in requests], "load")
         _check_same_source(source, {identity for _, identity in requests})
         if isinstance(source, Foreign):
-            return _load_foreign(control, source, runtime, model, optimizer, strict)
+            loaded = _load_foreign(control, source, runtime, model, optimizer, strict)
+            _seal_disk(runtime)
+            return loaded
         loaded = _load(control, source, runtime, model, optimizer, strict)
+        _seal_disk(runtime)
         note_loaded(source.manifest.saved_at_ns)
         if optimizer is not None and (report := reports.own()) is not None:
             report.loaded(str(source.folder))
@@ -127,6 +131,15 @@ def _load_from(
     finally:
         for source in opened:
             source.close()
+
+
+def _seal_disk(runtime: Runtime) -> None:
+    """What rests on a disk now is not to change there."""
+    for lane in runtime.lanes:
+        if lane.disk_homes:
+            lane.loaded()
+    for home in disk_homes_of(runtime.lanes):
+        home.seal()
 
 
 def _open(path: Path, optimizer: bool) -> Checkpoint | Foreign:

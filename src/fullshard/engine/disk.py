@@ -3,11 +3,12 @@
 A step reads the current slot and writes the other one. When all of it is written, on all ranks, the slots
 change roles (`commit`); before that nothing has changed (`abandon`). The tensor of a value is the current
 slot, mapped into memory at an address that stays: reading it outside a step reads the file. What a step has
-written is checked by its CRC-32 when it is read again, unless the tensor was written since.
+written is checked by its CRC-32 when it is read again, and so is what the engine has put there by the tensor
+(`seal`), unless other code has written the tensor since.
 
 Reads and writes run at once, or in the background by a few threads (`start_read`, `start_write`). Where the
 file system has direct I/O, entire pages bypass the page cache, if they lie in memory as they do in the file:
-all writes, and reads of ranges whose checksum is known. Other ranges may be dirty in the mapping. A direct
+all writes, and reads of ranges that a step has written. Other ranges may be dirty in the mapping. A direct
 write invalidates cached pages of its range, so the mapping shows what was written; `commit` drops what may be
 left of them.
 
@@ -17,6 +18,7 @@ folders that are not locked any more: those of processes that were killed.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -63,6 +65,8 @@ _sync_file_range: Any = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2  # start to write what is dirty, and do not wait
+_SEALED_BYTES = 2**20  # of a checksum, where no step has written
+_SKIMMED_BYTES = 2**16  # of a file at once, where they are read for their checksum alone
 _PIECE_BYTES = 2**23  # of a read or write: its checksum is taken while it is in the processor's cache
 _UNSEEN = (
     " Or your code has written there through NumPy, DLPack or `.data`, which moves no version counter: use "
@@ -293,6 +297,11 @@ class _Descriptor:
 _Known = tuple[int, int, int | None]  # first byte, number of bytes, checksum
 
 
+@functools.cache
+def _checksum_of_zeros(size_bytes: int) -> int:
+    return crc32(bytes(size_bytes))
+
+
 def _create(path: Path) -> int:
     """A new file, open as long as its value lives: a large model has thousands.
 
@@ -318,6 +327,8 @@ class DiskValue:
         self._slot_bytes = -(-max(self.size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._current = 0
         self._checksums: dict[tuple[int, int], int] = {}  # of ranges of bytes in the current slot
+        self._order: list[tuple[int, int]] = []  # of these ranges
+        self._is_sealed = False  # no step has written them: they may be dirty in the mapping
         self._written: dict[tuple[int, int], int] = {}  # the same for the other one, in this step
         self.version = 0  # of its tensor, when the checksums were taken
         self._reads: list[Pending] = []  # in the background, perhaps over
@@ -393,17 +404,44 @@ class DiskValue:
             found += [(at, min(step, first + size - at)) for at in range(first, first + size, step)]
         return found
 
+    def _sealed_ranges(self) -> list[tuple[int, int]]:
+        starts = range(0, self.size_bytes, _SEALED_BYTES)
+        return [(at, min(_SEALED_BYTES, self.size_bytes - at)) for at in starts]
+
+    def _know(self, checksums: dict[tuple[int, int], int], is_sealed: bool) -> None:
+        self._checksums, self._order, self._is_sealed = checksums, sorted(checksums), is_sealed
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are checksums of what it holds."""
+        return bool(self._checksums)
+
+    def seal_new(self) -> None:
+        """Nobody has written it: both slots are zero."""
+        self._know({at: _checksum_of_zeros(at[1]) for at in self._sealed_ranges()}, is_sealed=True)
+
+    def seal(self) -> None:
+        """The current slot holds what was just put there through the tensor."""
+        memory = (ctypes.c_char * self.size_bytes).from_address(self.address)
+        values = memoryview(memory).cast("B")
+        ranges = self._sealed_ranges()
+        self._know({at: crc32(values[at[0] : sum(at)]) for at in ranges}, is_sealed=True)
+
     def _known(self, start: int, length: int) -> list[_Known]:
-        """Ranges that make up this one, with the checksums of those that were written together."""
+        """Ranges that cover this one, with the checksums of those that were written together. The first and
+        the last may go beyond it."""
         exact = self._checksums.get((start, length))
         if exact is not None:
             return [(start, length, exact)]
         at, stop = start, start + length
         parts: list[_Known] = []
-        for (first, size), checksum in sorted(self._checksums.items()):
-            if at <= first and first + size <= stop:
+        for index in range(max(0, bisect.bisect(self._order, (start,)) - 1), len(self._order)):
+            first, size = self._order[index]
+            if first >= stop:
+                break
+            if first + size > at:
                 parts += [(at, first - at, None)] if at < first else []
-                parts.append((first, size, checksum))
+                parts.append((first, size, self._checksums[first, size]))
                 at = first + size
         return [*parts, (at, stop - at, None)] if at < stop else parts
 
@@ -454,13 +492,29 @@ class DiskValue:
 
     def _read(self, slot: int, known: list[_Known], start: int, out: memoryview) -> None:
         self._require_file()
-        for first, size, checksum in known:
-            part, offset = out[first - start : first - start + size], slot * self._slot_bytes + first
-            # What no step has written may be dirty in the mapping.
-            found = self._transfer("read", os.preadv, part, offset, directly=checksum is not None)
-            if checksum is not None and checksum != found:
+        for one in known:
+            begin, end = max(one[0], start), min(one[0] + one[1], start + len(out))
+            with self._checked(slot, one, begin, end) as reading:
+                reading.take(begin, out[begin - start : end - start])
+
+    @contextlib.contextmanager
+    def _checked(self, slot: int, known: _Known, begin: int, end: int) -> Iterator[_Reading]:
+        """Inside, bytes `begin` to `end` of a range are read. Those beside them are, for the checksum."""
+        first, size, expected = known
+        reading = _Reading(self, slot, directly=expected is not None and not self._is_sealed)
+        if expected is not None:
+            reading.skim(first, begin)
+        yield reading
+        if expected is not None:
+            reading.skim(end, first + size)
+            if reading.checksum != expected:
                 why = f"bytes {first} to {first + size} are not those that were written"
                 raise self._failed("read", why, _UNSEEN)
+
+    def read_at(self, slot: int, start: int, out: memoryview, directly: bool, checksum: int) -> int:
+        """Its checksum, behind what `checksum` is of."""
+        offset = slot * self._slot_bytes + start
+        return self._transfer("read", os.preadv, out, offset, directly, checksum)
 
     def _write(self, slot: int, after: Callable[[], Any] | None, start: int, data: memoryview) -> None:
         if after is not None:
@@ -469,9 +523,11 @@ class DiskValue:
         offset = slot * self._slot_bytes + start
         self._written[start, len(data)] = self._transfer("write", os.pwritev, data, offset, directly=True)
 
-    def _transfer(self, verb: str, function: Any, memory: memoryview, offset: int, directly: bool) -> int:
-        """Move all of it; its checksum."""
-        at = checksum = 0
+    def _transfer(
+        self, verb: str, function: Any, memory: memoryview, offset: int, directly: bool, checksum: int = 0
+    ) -> int:
+        """Move all of it; the checksum of it, behind what `checksum` is of."""
+        at = 0
         with self._direct(directly and _has_entire_blocks(memory, offset)) as direct:
             while at < len(memory):
                 piece = memory[at : at + _PIECE_BYTES]
@@ -524,7 +580,8 @@ class DiskValue:
         """The other slot becomes current."""
         if not self._written:
             return
-        self._checksums, self._written = self._written, {}
+        self._know(self._written, is_sealed=False)
+        self._written = {}
         self._current = 1 - self._current
         if self._wrote_directly:
             self._wrote_directly = False
@@ -540,12 +597,19 @@ class DiskValue:
         self._writes.clear()
         at = 0
         for start, length in [*sorted(self._written), (self.size_bytes, 0)] if self._written else []:
-            while at < start:
-                block = bytearray(min(DISK_COPY_BYTES, start - at))
-                self.read(at, memoryview(block))
-                self.write(at, memoryview(block))
-                at += len(block)
+            if at < start:
+                self._copy(at, start)
             at = max(at, start + length)
+
+    def _copy(self, start: int, stop: int) -> None:
+        """From the current slot to the other one."""
+        for known in self._known(start, stop - start):
+            begin, end = max(known[0], start), min(known[0] + known[1], stop)
+            with self._checked(self._current, known, begin, end) as reading:
+                for at in range(begin, end, DISK_COPY_BYTES):
+                    block = memoryview(bytearray(min(DISK_COPY_BYTES, end - at)))
+                    reading.take(at, block)
+                    self.write(at, block)
 
     def abandon(self) -> None:
         """The step counts for nothing. Nothing of it runs on."""
@@ -557,7 +621,7 @@ class DiskValue:
         self._wrote_directly = False
 
     def forget_checksums(self) -> None:
-        self._checksums = {}
+        self._know({}, is_sealed=False)
 
     def _require_file(self) -> None:
         try:
@@ -573,3 +637,18 @@ class DiskValue:
             "Model and optimizer are as before this step. Look at the disk, then resume from a checkpoint."
             + otherwise,
         )
+
+
+class _Reading:
+    """Reads the bytes of a range one after the other, with the checksum of all of them."""
+
+    def __init__(self, value: DiskValue, slot: int, directly: bool) -> None:
+        self._value, self._slot, self._directly, self.checksum = value, slot, directly, 0
+
+    def take(self, start: int, out: memoryview) -> None:
+        self.checksum = self._value.read_at(self._slot, start, out, self._directly, self.checksum)
+
+    def skim(self, start: int, stop: int) -> None:
+        for at in range(start, stop, _SKIMMED_BYTES):
+            out = memoryview(bytearray(min(_SKIMMED_BYTES, stop - at)))
+            self.checksum = self._value.read_at(self._slot, at, out, False, self.checksum)

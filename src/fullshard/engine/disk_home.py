@@ -40,6 +40,7 @@ class DiskHome:
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         value = DiskValue(self._folder.new_file(), num_elements, dtype)
+        value.seal_new()
         tensor = value.tensor()
         if num_elements:
             self._values[value.address], self._tensors[value.address] = value, tensor
@@ -67,6 +68,13 @@ class DiskHome:
                     pool.give(buffer)
                     pending.wait()
 
+    def seal(self) -> None:
+        """What other code has just put here is checked from now on."""
+        for values in list(self._tensors.values()):
+            value = self._known(values)
+            if not value.is_known:
+                value.seal()
+
     def _in_turn(self, values: torch.Tensor) -> Iterator[tuple[int, int]]:
         """All ranges of it, in elements, while the next ones are read ahead."""
         size = values.element_size()
@@ -86,6 +94,8 @@ class DiskHome:
 
     def put_back(self, values: torch.Tensor, staged: torch.Tensor) -> None:
         values.copy_(staged)
+        if values.numel():
+            self._known(values).seal()
 
     # ---- a step
 

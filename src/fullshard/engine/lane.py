@@ -307,6 +307,13 @@ class Lane:
             if self.compute_shard is not None:
                 self.compute_shard.master_edited()
 
+    def loaded(self) -> None:
+        """The engine has put values here as user code does, on all ranks: a fault of one rank's disk is seen
+        by all in the next gather."""
+        self.follow_edits()
+        if self.compute_shard is not None:
+            self.compute_shard.master_written()
+
     def _before_edit(self) -> None:
         """The host is about to write where copies to the device may still read: it is ahead of them."""
         if self.home.kind == "host" and self.unsharded is None and not Step.on_chunks:
@@ -410,6 +417,8 @@ class Lane:
             self._divide()
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
+            if isinstance(self.home, DiskHome):
+                self.home.edited(self.rest)
             self.show_sharded()
             if self._edits is not None:  # by torch's own descriptor, say, which is not noted when it happens
                 self._edits.assigned = True
