@@ -422,6 +422,23 @@ for number in range(5):
     assert ends[-1].returncode == 0
 
 
+def test_values_are_where_they_were_put_when_the_process_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second", "real"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    Path("link").symlink_to(tmp_path / "real")
+    folders = [DiskFolder(Path("inner")), DiskFolder(Path("link"))]
+    monkeypatch.chdir(tmp_path / "second")
+    (tmp_path / "first" / "link").unlink()
+    for folder in folders:
+        assert DiskValue(folder.new_file(), 4, torch.float32).tensor().tolist() == [0.0] * 4
+        folder._end()
+    assert not list((tmp_path / "first" / "inner").iterdir())
+    assert not list((tmp_path / "real").iterdir())
+
+
 def test_a_folder_whose_lock_cannot_be_made_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ class DiskFolder:
     def __init__(self, parent: Path) -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
+            parent = parent.resolve()  # the process may change its directory, and a link may go
             with _opened(parent, os.O_DIRECTORY) as place:
                 fcntl.flock(place, fcntl.LOCK_EX)  # nobody takes the new folder for an abandoned one
                 remove_abandoned(parent)
