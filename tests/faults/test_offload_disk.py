@@ -906,6 +906,17 @@ def test_buffers_are_unlocked_behind_the_last_copy_when_larger_ones_take_their_p
         assert events[4:] == [("copied", 0), ("unlocked", large)]
 
 
+def test_threads_that_wait_for_copies_of_a_gpu_leave_their_cores_to_others(tmp_path: Path) -> None:
+    """Torch's events keep a core busy while a thread waits, by default."""
+    home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
+    values = home.zeros(4096, torch.float32)
+    home.transfers._down = stream = mock.Mock()
+    with mock.patch.object(torch.cuda, "Event", lambda blocking: ("event", blocking)):
+        home.store(values, 0, torch.ones(4096))
+    stream.record_event.assert_called_once_with(("event", True))
+    stream.record_event.return_value.synchronize.assert_called_once_with()
+
+
 def test_more_ranges_than_buffers_are_read_once_each_before_they_are_fetched(tmp_path: Path) -> None:
     home = DiskHome(Transfers(torch.device("cpu")), tmp_path)
     values = home.zeros(4096 * 3 * DISK_BUFFERS, torch.float32)

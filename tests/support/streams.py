@@ -57,7 +57,7 @@ class Stream:
     device: torch.device
     clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST_STREAMS, np.int64))
 
-    def record_event(self) -> Event:
+    def record_event(self, _: Any = None) -> Event:
         self.watch.forget_freed()
         return Event(self.watch, self.clock.copy())
 

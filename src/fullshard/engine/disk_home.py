@@ -133,7 +133,7 @@ class DiskHome:
         with _given_back_on_error(pool, buffer):
             pending.wait()
             staged.copy_(torch.frombuffer(_part(buffer, place), dtype=staged.dtype), non_blocking=True)
-        pool.give(buffer, self.transfers.mark_up().synchronize)
+        pool.give(buffer, self.transfers.mark_up(sleeping=True).synchronize)
 
     def _begun(self, value: DiskValue, place: _Range) -> tuple[Pending, memoryview, DiskBuffers]:
         """A read that runs, or is over."""
@@ -152,7 +152,9 @@ class DiskHome:
         part = _part(buffer, place)
         with _given_back_on_error(pool, buffer):
             torch.frombuffer(part, dtype=staged.dtype).copy_(staged, non_blocking=True)
-            written = value.start_write(place[1], part, self.transfers.mark_down().synchronize)
+            # Many threads may wait at once, which others need the cores for: of checksums.
+            stored = self.transfers.mark_down(sleeping=True)
+            written = value.start_write(place[1], part, stored.synchronize)
         pool.give(buffer, written.settle)
 
     def complete(self) -> None:

@@ -32,13 +32,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 class Mark:
-    """A point on a stream."""
+    """A point on a stream. `sleeping`: a thread that waits for it leaves its core to others."""
 
     __slots__ = ("_event", "_stream")
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, sleeping: bool = False) -> None:
         self._stream = stream
-        self._event: Any = None if stream is None else stream.record_event()
+        event = torch.cuda.Event(blocking=True) if sleeping and stream is not None else None  # type: ignore[no-untyped-call]
+        self._event: Any = None if stream is None else stream.record_event(event)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -100,15 +101,15 @@ class Transfers:
         """Copies to the host begin behind these marks."""
         return self._on(self._down, after)
 
-    def mark_up(self) -> Mark:
+    def mark_up(self, sleeping: bool = False) -> Mark:
         """Behind all copies to the device so far."""
-        return Mark(self._up)
+        return Mark(self._up, sleeping)
 
     def mark_gathers(self) -> Mark:
         return Mark(self._gathers)
 
-    def mark_down(self) -> Mark:
-        return Mark(self._down)
+    def mark_down(self, sleeping: bool = False) -> Mark:
+        return Mark(self._down, sleeping)
 
     def beside(self, read: Iterable[Mark] = (), after: Iterable[Mark] = ()) -> AbstractContextManager[Any]:
         """A step begins behind these marks and what the compute stream was given so far, and goes on beside
