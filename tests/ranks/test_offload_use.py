@@ -444,6 +444,46 @@ def test_what_is_written_into_8_bit_states_between_backward_and_step_counts(tmp_
     ranks.run(_in_blocks, 1, tmp_path)
 
 
+def _gradients_written_through_aliases() -> None:
+    """Before they are clipped, behind that, and when another micro-batch was added to them."""
+
+    def run(options: dict[str, Any], _: Path) -> Any:
+        model, optimizer = new(options)
+        found = {}
+        for number, name in enumerate(("data", "detach", "view")):
+            backward(model, number)
+            alias: Callable[[Any], Tensor] = {
+                "data": lambda g: g.data,
+                "detach": lambda g: g.detach(),
+                "view": lambda g: g.view(-1),
+            }[name]
+            kept = [alias(p.grad) for p in model.parameters()]
+            for value in kept:
+                value.mul_(0.5)
+            found[f"first {number}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for value in kept:
+                value.add_(1e-3)
+            backward(model, number + 3)
+            for value in kept:
+                value.mul_(0.5)
+            found[f"second {number}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            del kept, value
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model) | found
+
+    USES["aliases"] = run
+    alone = fs.Offload(kinds=("gradients",), chunk=300)
+    for options in OPTIONS:
+        compare("aliases", options, ["host", "optimizer", alone], Path())
+        ranks.end_groups_of_models()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_written_into_gradients_through_data_and_views_counts_in_their_norms(num_ranks: int) -> None:
+    ranks.run(_gradients_written_through_aliases, num_ranks)
+
+
 def _assigned_unnoticed() -> None:
     """By torch's own descriptor, in front of which is one that notes it."""
 

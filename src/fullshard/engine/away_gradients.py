@@ -82,6 +82,11 @@ class Source(Protocol):
         """User code has written these: known norms are not true any more."""
         ...
 
+    def lend(self) -> None:
+        """User code is given plain tensors over these values. What it writes there is not seen: nothing that
+        is known of them, or kept for later, would be true."""
+        ...
+
 
 class AwayGradient(WithoutMemory, GradShard):
     source: Source
@@ -133,6 +138,7 @@ class AwayGradient(WithoutMemory, GradShard):
 
     def elements(self) -> torch.Tensor:
         self.source.settle()
+        self.source.lend()
         return self.readable()
 
     @property
@@ -214,7 +220,7 @@ class AwayGradient(WithoutMemory, GradShard):
         if not self.source.postpone_factor(self.parameter, factor):
             self.holder.await_update()
             self.source.settle()
-            multiply(values, factor)
+            multiply(values, factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
             self.source.write(self.parameter, values, values)
 
     @classmethod
@@ -236,6 +242,9 @@ class AwayGradient(WithoutMemory, GradShard):
         changes = func._schema.is_mutable
         if makes_view and not changes and any(g.rests_as_computed for g in found):
             _refuse_view(func)
+        if makes_view or func in _ATEN_ALIASES:
+            for gradient in found:
+                gradient.source.lend()
         values = {id(g): g.readable() for g in found}
 
         def at_rest(value: Any) -> Any:
