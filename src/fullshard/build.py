@@ -14,14 +14,15 @@ from torch import nn
 
 from fullshard import environment, integrations
 from fullshard.comm.groups import Comm, as_bytes
-from fullshard.engine import hooks, optimizers
-from fullshard.engine.away_gradients import watch_clipping
-from fullshard.engine.home import HomeChoice
+from fullshard.engine import hooks
+from fullshard.engine.homes.away_gradients import watch_clipping
+from fullshard.engine.homes.home import HomeChoice
+from fullshard.engine.homes.model_device import show_compute_device
 from fullshard.engine.lane import Lane
-from fullshard.engine.model_device import show_compute_device
 from fullshard.engine.pieces import in_memory_order
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
+from fullshard.engine.step import optimizers
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.writes import get_data
 from fullshard.errors import FullshardError, ModelError, OffloadError, RankMismatch

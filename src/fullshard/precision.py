@@ -134,7 +134,7 @@ class LaneDtypes:
 
     @property
     def eight_bit_state(self) -> bool:
-        """What optimizers keep rests in 8-bit blocks, see `engine.low_bit`."""
+        """What optimizers keep rests in 8-bit blocks, see `engine.step.low_bit`."""
         return self.state == torch.int8
 
     def state_bytes(self, num_elements: int) -> int:

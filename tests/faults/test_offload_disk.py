@@ -32,10 +32,10 @@ import fullshard as fs
 import ranks
 import warm
 from engines import my_rank
-from fullshard.engine import disk, disk_home
-from fullshard.engine.disk import DiskBuffers, DiskFolder, DiskValue, Pending
-from fullshard.engine.disk_home import DiskHome
-from fullshard.engine.transfers import Transfers
+from fullshard.engine.homes import disk, disk_home
+from fullshard.engine.homes.disk import DiskBuffers, DiskFolder, DiskValue, Pending
+from fullshard.engine.homes.disk_home import DiskHome
+from fullshard.engine.homes.transfers import Transfers
 from fullshard.errors import OffloadError
 from fullshard.plan.homes import DISK_BUFFERS
 
@@ -392,7 +392,7 @@ def test_a_process_that_is_killed_while_it_makes_or_removes_its_folder_leaves_no
     code = """
 import fcntl, os, sys
 from pathlib import Path
-from fullshard.engine.disk import DiskFolder
+from fullshard.engine.homes.disk import DiskFolder
 
 left = int(sys.argv[2])
 

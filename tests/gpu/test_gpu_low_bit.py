@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard as fs
-from fullshard.engine import low_bit
+from fullshard.engine.step import low_bit
 from fullshard.precision import BLOCK, STATE_ROW_BYTES
 
 pytestmark = [

@@ -358,7 +358,7 @@ def test_a_step_on_the_host_agrees_to_rounding(tmp_path: Path) -> None:
 
 
 def test_masters_are_split_and_joined_by_kernels_with_the_bits_of_a_processor() -> None:
-    from fullshard.engine import remainders
+    from fullshard.engine.homes import remainders
 
     assert remainders._kernels() is not None
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_runs
 import ranks
-from fullshard.engine.model_device import show_compute_device
+from fullshard.engine.homes.model_device import show_compute_device
 
 V1 = {"version": 1}
 FORMS: list[dict[str, Any]] = [

@@ -77,7 +77,7 @@ def test_optimizers_of_packages_have_the_bits_of_one_process() -> None:
 
 
 def _find_out() -> dict[str, str]:
-    from fullshard.engine.optimizers import owned_step
+    from fullshard.engine.step.optimizers import owned_step
 
     found = {}
     for name in FOUND_OUT:

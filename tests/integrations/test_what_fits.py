@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import documents
-from fullshard.engine.transfers import HELD
+from fullshard.engine.homes.transfers import HELD
 from fullshard.offload import Offload
 from fullshard.plan.homes import (
     AUTO_SHARE,

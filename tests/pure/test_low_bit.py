@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.engine import low_bit
-from fullshard.engine.block_state import BlockState
+from fullshard.engine.step import low_bit
+from fullshard.engine.step.block_state import BlockState
 from fullshard.planning.answers import Question
 from fullshard.precision import BLOCK, STATE_ROW_BYTES
 

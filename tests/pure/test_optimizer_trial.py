@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import optimizer_kinds as kinds
-from fullshard.engine.optimizer_trial import Placed, Verdict, try_in_chunks, try_on_shards, try_owned
+from fullshard.engine.step.trial import Placed, Verdict, try_in_chunks, try_on_shards, try_owned
 
 
 def _model() -> nn.Module:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.engine.remainders import bitmap_bytes, join, split
+from fullshard.engine.homes.remainders import bitmap_bytes, join, split
 
 
 def back(masters: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fullshard.engine.remainders import bitmap_bytes
-from fullshard.engine.split_masters import Halves, SplitParameter, SplitValues, address, show
-from fullshard.engine.transfers import Transfers
+from fullshard.engine.homes.remainders import bitmap_bytes
+from fullshard.engine.homes.split_masters import Halves, SplitParameter, SplitValues, address, show
+from fullshard.engine.homes.transfers import Transfers
 from fullshard.engine.writes import watch_data
 from fullshard.errors import AtRestError, StateError
 

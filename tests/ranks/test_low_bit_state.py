@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fullshard as fs
 import optimizer_kinds
 import ranks
-from fullshard.engine import low_bit
-from fullshard.engine.block_state import BlockState
 from fullshard.engine.runtime import runtime_of
+from fullshard.engine.step import low_bit
+from fullshard.engine.step.block_state import BlockState
 from fullshard.precision import BLOCK, STATE_ROW_BYTES
 
 STEPS = 4

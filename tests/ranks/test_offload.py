@@ -21,7 +21,7 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 from fullshard.engine.graph_tasks import NO_TASK, current_task
-from fullshard.engine.home import HostHome
+from fullshard.engine.homes.home import HostHome
 from fullshard.engine.runtime import runtime_of
 
 STEPS = 3

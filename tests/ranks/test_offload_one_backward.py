@@ -23,7 +23,7 @@ import engines
 import fullshard as fs
 import ranks
 from fullshard import offload as offload_option
-from fullshard.engine.away_gradients import AwayGradient
+from fullshard.engine.homes.away_gradients import AwayGradient
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import GradientError, OptionError, StateError
 

@@ -15,10 +15,10 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
-from fullshard.engine import step_slabs
-from fullshard.engine.disk_home import DiskHome
+from fullshard.engine.homes.disk_home import DiskHome
+from fullshard.engine.homes.split_masters import SplitValues
 from fullshard.engine.runtime import runtime_of
-from fullshard.engine.split_masters import SplitValues
+from fullshard.engine.step import slabs as step_slabs
 from fullshard.plan.homes import DISK_BUFFERS, KINDS, PLACES, slab_bytes
 from fullshard.plan.plan import Plan
 

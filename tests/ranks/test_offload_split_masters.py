@@ -19,8 +19,8 @@ import fullshard as fs
 import ranks
 from engines import my_rank
 from fullshard import offload as offload_option
+from fullshard.engine.homes.split_masters import SplitParameter
 from fullshard.engine.runtime import runtime_of
-from fullshard.engine.split_masters import SplitParameter
 from fullshard.errors import AtRestError, StateError
 
 

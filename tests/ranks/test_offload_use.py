@@ -19,9 +19,9 @@ import engines
 import fullshard as fs
 import ranks
 from engines import my_rank
-from fullshard.engine.home import HostHome
+from fullshard.engine.homes.home import HostHome
+from fullshard.engine.homes.transfers import Transfers
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.transfers import Transfers
 
 OFFLOADS = (
     "host",

@@ -467,7 +467,7 @@ MUONS: dict[str, Make] = {
 
 def _muons(folder: str) -> dict[str, list[str]]:
     import fullshard as fs
-    from fullshard.engine.optimizers import owned_step
+    from fullshard.engine.step.optimizers import owned_step
 
     found = {}
     for name, make in MUONS.items():

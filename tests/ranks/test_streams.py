@@ -18,9 +18,10 @@ import ranks
 import streams
 from engines import my_rank
 from fullshard.comm.watchdog import Operation
-from fullshard.engine import activations, step_slabs
+from fullshard.engine import activations
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.engine.lane import Lane
-from fullshard.engine.transfers import Mark, Transfers
+from fullshard.engine.step import slabs as step_slabs
 
 
 def _train(options: dict[str, Any], use: str = "") -> streams.Watch:

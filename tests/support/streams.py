@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fullshard.engine.activations
-import fullshard.engine.home
-import fullshard.engine.step_slabs
-import fullshard.engine.transfers
+import fullshard.engine.homes.home
+import fullshard.engine.homes.transfers
+import fullshard.engine.step.slabs
 from fullshard.comm.groups import Comm
 from fullshard.comm.watchdog import Watchdog
 from fullshard.host_memory import host_zeros, unlocked
@@ -394,7 +394,7 @@ def watched() -> Iterator[Watch]:
 
     storage = torch.UntypedStorage
     patches = [
-        mock.patch.object(engine.transfers, "has_streams", return_value=True),
+        mock.patch.object(engine.homes.transfers, "has_streams", return_value=True),
         mock.patch.object(engine.activations, "has_streams", return_value=True),
         mock.patch.object(torch.cuda, "Stream", watch.stream),
         mock.patch.object(torch.cuda, "stream", on),
@@ -403,8 +403,8 @@ def watched() -> Iterator[Watch]:
         mock.patch.object(storage, "resize_", watch.resize(storage.resize_), create=True),
         mock.patch.object(Comm, "begin", watch.begin(Comm.begin)),
         mock.patch.object(Watchdog, "wait_for", watch.wait_for(Watchdog.wait_for)),
-        mock.patch.object(engine.home, "host_zeros", watch.host_memory(host_zeros)),
-        mock.patch.object(engine.step_slabs, "host_zeros", watch.host_memory(host_zeros)),
+        mock.patch.object(engine.homes.home, "host_zeros", watch.host_memory(host_zeros)),
+        mock.patch.object(engine.step.slabs, "host_zeros", watch.host_memory(host_zeros)),
         mock.patch.object(engine.activations, "page_locked", watch.host_memory(unlocked)),
     ]
     with ExitStack() as stack:

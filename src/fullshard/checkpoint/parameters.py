@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.engine.block_state import decoded
 from fullshard.engine.gradients import plainly
+from fullshard.engine.homes.split_masters import restored
 from fullshard.engine.lane import Lane
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.split_masters import restored
+from fullshard.engine.step.block_state import decoded
 from fullshard.errors import CheckpointError
 from fullshard.plan.layout import Piece
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.engine.split_masters import restored
+from fullshard.engine.homes.split_masters import restored
 from fullshard.engine.tensors import tensors_in
 
 _ROWS = 64

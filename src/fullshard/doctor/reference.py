@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from fullshard.doctor.fingerprints import RandomState, fingerprint, generators_in
+from fullshard.engine.homes.split_masters import address
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.split_masters import address
 from fullshard.engine.tensors import cast_floats, map_tensors, tensors_in
 
 _LIBRARIES = (

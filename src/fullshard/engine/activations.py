@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.graph_tasks import NO_TASK, current_task
+from fullshard.engine.homes.transfers import Mark, Transfers, has_streams
 from fullshard.engine.saved_tensors import Saved
 from fullshard.engine.tensors import snapshot, tensors_in
-from fullshard.engine.transfers import Mark, Transfers, has_streams
 from fullshard.engine.writes import set_data
 from fullshard.errors import StateError
 from fullshard.host_memory import page_locked, unlocked

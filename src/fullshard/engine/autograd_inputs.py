@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.homes.split_masters import shown_before
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import every_owner, owner
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.split_masters import shown_before
+from fullshard.engine.step.optimizers import every_owner, owner
 from fullshard.errors import AtRestError, NotSupported, StateError, unit_label
 
 _INPUTS = 3  # position of `inputs` behind the outputs: gradients, retain_graph, create_graph, inputs

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.away_gradients import AwayGradient, Factor, multiply
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, Holder
-from fullshard.engine.home import Home, HostHome
+from fullshard.engine.homes.away_gradients import AwayGradient, Factor, multiply
+from fullshard.engine.homes.home import Home, HostHome
+from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.pieces import piece_view
-from fullshard.engine.transfers import Mark
 from fullshard.errors import GradientError, StateError, unit_label
 from fullshard.plan.layout import Layout, Piece, shard_shape
 from fullshard.precision import LaneDtypes

@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils
 
 from fullshard.comm.groups import Comm
 from fullshard.engine.cuts import Cut, operand
+from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.piecewise import (
     ABOUT,
     ELEMENT_WISE,
@@ -27,7 +28,6 @@ from fullshard.engine.piecewise import (
     RESHAPES,
     UNARY,
 )
-from fullshard.engine.transfers import Mark
 from fullshard.errors import GradientError, StateError
 from fullshard.plan.layout import shard_shape
 

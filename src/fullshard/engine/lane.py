@@ -55,15 +55,15 @@ from fullshard.comm.groups import Comm, CrossingGather, ShardGroup, as_bytes
 from fullshard.comm.tags import OpTag
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.direct import Place
-from fullshard.engine.disk_home import DiskHome
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import Step
 from fullshard.engine.graph_tasks import NO_TASK, current_task
-from fullshard.engine.home import Home, Homes, HostHome
+from fullshard.engine.homes.disk_home import DiskHome
+from fullshard.engine.homes.home import Home, Homes, HostHome
+from fullshard.engine.homes.remainders import bitmap_bytes
+from fullshard.engine.homes.split_masters import Halves, SplitValues, address
+from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.pieces import piece_view
-from fullshard.engine.remainders import bitmap_bytes
-from fullshard.engine.split_masters import Halves, SplitValues, address
-from fullshard.engine.transfers import Mark
 from fullshard.engine.wire import PlainWire, Wire, parameter_wire, parameter_wire_across
 from fullshard.engine.writes import Writes, set_data
 from fullshard.errors import OffloadError, StateError, unit_label

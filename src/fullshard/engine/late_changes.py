@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from fullshard.engine.optimizers import owner
+from fullshard.engine.step.optimizers import owner
 from fullshard.errors import AtRestError
 
 

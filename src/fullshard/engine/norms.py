@@ -14,7 +14,6 @@ from torch.utils import _device
 
 from fullshard.comm.groups import Comm
 from fullshard.engine import gradients
-from fullshard.engine.away_gradients import AwayGradient
 from fullshard.engine.cuts import Cut, is_everything
 from fullshard.engine.gradients import (
     HANDLERS,
@@ -27,6 +26,7 @@ from fullshard.engine.gradients import (
     refuse,
     relabel,
 )
+from fullshard.engine.homes.away_gradients import AwayGradient
 from fullshard.errors import GradientError
 from fullshard.plan.layout import shard_shape
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from fullshard.engine.cuts import Cut, is_everything, operand
 from fullshard.engine.gradients import GradShard, Step
+from fullshard.engine.homes.split_masters import restored
 from fullshard.engine.lane import Lane
 from fullshard.engine.piecewise import ELEMENT_WISE, IN_PLACE_OPERATORS
-from fullshard.engine.split_masters import restored
 from fullshard.engine.writes import KEY, begin_write
 from fullshard.errors import AtRestError, StateError, unit_label
 

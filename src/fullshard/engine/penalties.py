@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradShard, plainly
+from fullshard.engine.homes.split_masters import restored
 from fullshard.engine.lane import Lane
 from fullshard.engine.norms import sum_over_ranks
 from fullshard.engine.reduce_buffers import Penalised
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.split_masters import restored
 from fullshard.errors import AtRestError, NotSupported, StateError
 
 Term = Callable[[str, Any], Any]

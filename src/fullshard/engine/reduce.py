@@ -46,6 +46,7 @@ import torch
 from fullshard import shares
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.tags import OpTag
+from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.lane import Lane
 from fullshard.engine.observer import Observer
 from fullshard.engine.reduce_buffers import (
@@ -62,7 +63,6 @@ from fullshard.engine.reduce_buffers import (
 )
 from fullshard.engine.summation_tree import SummationTree
 from fullshard.engine.tensor_parallel import local_gradients
-from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import PlainWire, Wire
 from fullshard.errors import FullshardError, GradientError, NotSupported, RankMismatch, StateError, unit_label

@@ -14,10 +14,10 @@ from torch import nn
 from fullshard.comm.groups import Comm, as_bytes
 from fullshard.comm.watchdog import Operation
 from fullshard.engine.gradients import GradShard, local_shape, plainly
+from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.summation_tree import SummationTree
-from fullshard.engine.transfers import Mark
 from fullshard.engine.unit import LiveUnit
 from fullshard.engine.wire import Wire, gradient_wire, gradient_wire_across, gradient_wire_back
 from fullshard.errors import GradientError, unit_label

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.split_masters import show
+from fullshard.engine.homes.split_masters import show
 
 _version = attrgetter("_version")
 _data: Any = torch.Tensor.data  # torch's own descriptor

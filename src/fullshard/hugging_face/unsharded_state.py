@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fullshard.api import full
+from fullshard.engine.homes.split_masters import address
 from fullshard.engine.runtime import runtime_of
-from fullshard.engine.split_masters import address
 from fullshard.state.state_dict import StateShard
 
 IsSaved = Callable[[str], bool]  # of a name in the state dict

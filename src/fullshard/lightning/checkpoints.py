@@ -24,8 +24,8 @@ from fullshard.checkpoint.format.values import Encoder
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.comm.control import ControlGroup, control_group
-from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import runtime_of
+from fullshard.engine.step.optimizers import owned_step
 from fullshard.errors import CheckpointError, FullshardError, NotSupported
 from fullshard.state.optimizer_state import show_state_shards
 

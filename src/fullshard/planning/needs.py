@@ -18,7 +18,7 @@ from itertools import takewhile
 import torch
 from torch import nn
 
-from fullshard.engine.transfers import HELD
+from fullshard.engine.homes.transfers import HELD
 from fullshard.offload import Offload
 from fullshard.options import Options
 from fullshard.plan.homes import (

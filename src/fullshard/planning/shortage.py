@@ -17,7 +17,7 @@ import torch
 
 from fullshard.byte_sizes import size, size_option
 from fullshard.engine.graph_tasks import NO_TASK
-from fullshard.engine.home import Home
+from fullshard.engine.homes.home import Home
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import LiveUnit, State
 from fullshard.errors import unit_label

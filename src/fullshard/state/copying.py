@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from fullshard.comm.groups import Comm
-from fullshard.engine import optimizers
 from fullshard.engine.hooks import StandIn
 from fullshard.engine.lane import Lane
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.slots import Slots
+from fullshard.engine.step import optimizers
 from fullshard.engine.unit import LiveUnit
 from fullshard.errors import StateError
 from fullshard.plan.aliases import find_aliases

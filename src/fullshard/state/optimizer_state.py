@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fullshard.engine.block_state import BlockState, decoded
 from fullshard.engine.lane import Lane
-from fullshard.engine.optimizers import owned_step, runtimes_of, streamed_step
+from fullshard.engine.step.block_state import BlockState, decoded
+from fullshard.engine.step.optimizers import owned_step, runtimes_of, streamed_step
 from fullshard.errors import StateError
 from fullshard.plan.tensor_parallel import is_cut
 from fullshard.state import owned_state

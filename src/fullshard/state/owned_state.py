@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.owned_step import Owned, OwnedStep
 from fullshard.engine.pieces import in_memory_order, piece_view
+from fullshard.engine.step.owned import Owned, OwnedStep
 from fullshard.errors import StateError
 from fullshard.plan.layout import Piece
 from fullshard.precision import DTYPES

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import engine_of
+from fullshard.engine.step.optimizers import owned_step
 from fullshard.errors import NotSupported, StateError
 from fullshard.torch_fsdp import optimizer_dicts, strategies
 from fullshard.torch_fsdp.optimizer_dicts import Numbered, Parts, names_in, numbered

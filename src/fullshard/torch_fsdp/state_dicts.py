@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.homes.split_masters import address
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.runtime import Runtime, engine_of
-from fullshard.engine.split_masters import address
 from fullshard.errors import FullshardError, StateError
 from fullshard.state.state_dict import BeforeLoad, StateShard, shard_of
 from fullshard.torch_fsdp import strategies

@@ -18,7 +18,7 @@ from fullshard.checkpoint.loading.reading import DAMAGED, Stored
 from fullshard.checkpoint.loading.resume import FIRST_FILE, Resume, check_fits
 from fullshard.checkpoint.nested_state import Place, filled, flattened
 from fullshard.checkpoint.parameters import Site, sites, sites_by_group
-from fullshard.engine.optimizers import owned_step, streamed_step
+from fullshard.engine.step.optimizers import owned_step, streamed_step
 from fullshard.engine.tensor_parallel import put
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 from fullshard.state.tensor_subclasses import put_together

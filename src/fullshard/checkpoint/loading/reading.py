@@ -28,7 +28,7 @@ from fullshard.checkpoint.format.checksums import checksum
 from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.manifest import FileRecord
 from fullshard.comm.groups import as_bytes
-from fullshard.engine.split_masters import SplitValues
+from fullshard.engine.homes.split_masters import SplitValues
 from fullshard.errors import CheckpointError, DamagedCheckpoint
 
 CHUNK_BYTES = 16 * 2**20  # read at a time

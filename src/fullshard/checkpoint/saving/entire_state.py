@@ -15,7 +15,7 @@ from fullshard.checkpoint.format.headers import Tensor
 from fullshard.checkpoint.format.values import Encoder, Tree
 from fullshard.checkpoint.parameters import Site, plain
 from fullshard.comm.groups import Comm
-from fullshard.engine.owned_step import OwnedStep
+from fullshard.engine.step.owned import OwnedStep
 from fullshard.precision import DTYPES
 from fullshard.state.tensor_subclasses import taken_apart
 

@@ -21,9 +21,9 @@ from fullshard.checkpoint.parameters import Site, plain, sites, sites_by_group
 from fullshard.checkpoint.saving import entire_state
 from fullshard.checkpoint.saving.compared import Undecided
 from fullshard.checkpoint.saving.contents import Contents, LocalSlice, add_replicated, local_slice
-from fullshard.engine.block_state import BlockState
-from fullshard.engine.optimizers import owned_step
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.step.block_state import BlockState
+from fullshard.engine.step.optimizers import owned_step
 from fullshard.errors import CheckpointError
 from fullshard.state.optimizer_state import other_entries, other_state, shards_in, tensors_of
 from fullshard.state.tensor_subclasses import is_subclass, taken_apart

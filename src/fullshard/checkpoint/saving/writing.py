@@ -19,7 +19,7 @@ from fullshard.checkpoint.format.manifest import NAME, Part
 from fullshard.checkpoint.saving.contents import LocalSlice
 from fullshard.comm.groups import as_bytes
 from fullshard.comm.messages import record
-from fullshard.engine.split_masters import SplitValues, restored
+from fullshard.engine.homes.split_masters import SplitValues, restored
 
 FILE_BYTES = 5 * 10**9  # per safetensors file; a larger tensor gets a file of its own
 _STAGED_BYTES = 32 * 2**20  # copied from a device at a time

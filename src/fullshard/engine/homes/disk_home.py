@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from fullshard.engine.disk import ALIGNMENT, DiskBuffers, DiskFolder, DiskValue, Pending
-from fullshard.engine.transfers import Mark, Transfers
+from fullshard.engine.homes.disk import ALIGNMENT, DiskBuffers, DiskFolder, DiskValue, Pending
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.errors import OffloadError
 from fullshard.host_memory import lock_pages, unlock_pages
 from fullshard.plan.homes import DISK_BUFFERS

@@ -33,7 +33,7 @@ from fullshard.engine.gradients import (
     refuse,
     reshape,
 )
-from fullshard.engine.no_memory import WithoutMemory, storages, without_memory
+from fullshard.engine.homes.no_memory import WithoutMemory, storages, without_memory
 from fullshard.engine.tensors import note_writes_of, written_by
 from fullshard.errors import GradientError
 

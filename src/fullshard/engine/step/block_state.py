@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fullshard.engine import low_bit
+from fullshard.engine.step import low_bit
 from fullshard.engine.tensors import note_writes_of, note_written, written_by
 from fullshard.precision import BLOCK
 

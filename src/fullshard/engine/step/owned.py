@@ -41,7 +41,7 @@ from fullshard.comm.watchdog import Operation
 from fullshard.engine.gradients import plainly
 from fullshard.engine.lane import Lane
 from fullshard.engine.pieces import in_memory_order, piece_view
-from fullshard.engine.step_numbers import Numbers
+from fullshard.engine.step.numbers import Numbers
 from fullshard.engine.writes import set_data
 from fullshard.errors import OptimizerError
 from fullshard.plan.layout import Piece

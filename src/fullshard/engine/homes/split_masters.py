@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fullshard.engine.no_memory import WithoutMemory, storages, without_memory
-from fullshard.engine.remainders import PER_BYTE, bitmap_bytes, join, split
+from fullshard.engine.homes.no_memory import WithoutMemory, storages, without_memory
+from fullshard.engine.homes.remainders import PER_BYTE, bitmap_bytes, join, split
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.engine.tensors import note_writes_of, written_by
-from fullshard.engine.transfers import Mark, Transfers
 from fullshard.errors import AtRestError, StateError
 
 _AT_ONCE = 2**26  # elements that are brought to the compute device at the same time

@@ -48,14 +48,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.away_gradients import AwayGradient, multiply
-from fullshard.engine.element_state import ElementState, is_element_wise, put_in_place
 from fullshard.engine.gradient_shard import LaneGradients
 from fullshard.engine.gradients import Step, plainly
+from fullshard.engine.homes.away_gradients import AwayGradient, multiply
+from fullshard.engine.homes.remainders import join, split
+from fullshard.engine.homes.split_masters import SplitValues
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.engine.lane import Lane, disk_homes_of
-from fullshard.engine.remainders import join, split
-from fullshard.engine.split_masters import SplitValues
-from fullshard.engine.step_chunks import (
+from fullshard.engine.step.chunks import (
     Chunk,
     Part,
     chunks_of,
@@ -65,9 +65,9 @@ from fullshard.engine.step_chunks import (
     range_of,
     spans_of,
 )
-from fullshard.engine.step_numbers import Numbers
-from fullshard.engine.step_slabs import Place, Site, Slabs, Staged, shaped
-from fullshard.engine.transfers import Mark, Transfers
+from fullshard.engine.step.element_state import ElementState, is_element_wise, put_in_place
+from fullshard.engine.step.numbers import Numbers
+from fullshard.engine.step.slabs import Place, Site, Slabs, Staged, shaped
 from fullshard.engine.writes import set_data
 from fullshard.errors import OffloadError
 from fullshard.offload import Offload

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from fullshard.engine.disk_home import DiskHome
-from fullshard.engine.split_masters import SplitValues
-from fullshard.engine.transfers import Mark, Transfers
+from fullshard.engine.homes.disk_home import DiskHome
+from fullshard.engine.homes.split_masters import SplitValues
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.host_memory import host_zeros
 from fullshard.plan.homes import LaneHomes, Place
 

@@ -44,11 +44,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.groups import Comm
-from fullshard.engine.element_state import ElementState, put_in_place
 from fullshard.engine.gradients import GradShard
 from fullshard.engine.norms import PartialNorm
-from fullshard.engine.step_chunks import Part
-from fullshard.engine.step_numbers import Numbers
+from fullshard.engine.step.chunks import Part
+from fullshard.engine.step.element_state import ElementState, put_in_place
+from fullshard.engine.step.numbers import Numbers
 from fullshard.errors import FullshardError
 from fullshard.plan.layout import shard_shape
 

@@ -32,9 +32,13 @@ from fullshard.comm.groups import Comm
 from fullshard.engine import norms
 from fullshard.engine.gradients import Step
 from fullshard.engine.lane import Lane
-from fullshard.engine.muon_step import MuonStep, matrices
-from fullshard.engine.muon_step import is_known as is_known_muon
-from fullshard.engine.optimizer_trial import (
+from fullshard.engine.reduce_buffers import PlainGradients
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.step.muon import MuonStep, matrices
+from fullshard.engine.step.muon import is_known as is_known_muon
+from fullshard.engine.step.owned import OwnedStep, deal_owners
+from fullshard.engine.step.streamed import StreamedStep
+from fullshard.engine.step.trial import (
     Placed,
     Verdict,
     is_compiled_call,
@@ -42,10 +46,6 @@ from fullshard.engine.optimizer_trial import (
     try_on_shards,
     try_owned,
 )
-from fullshard.engine.owned_step import OwnedStep, deal_owners
-from fullshard.engine.reduce_buffers import PlainGradients
-from fullshard.engine.runtime import Runtime
-from fullshard.engine.streamed_step import StreamedStep
 from fullshard.errors import OptimizerError, StateError, unit_label
 from fullshard.muon import Muon
 from fullshard.offload import Offload

@@ -29,7 +29,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.owned_step import (
+from fullshard.engine.step.owned import (
     NOBODY,
     Failure,
     Owned,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.engine import low_bit
-from fullshard.engine.block_state import BlockState
 from fullshard.engine.lane import Lane
+from fullshard.engine.step import low_bit
+from fullshard.engine.step.block_state import BlockState
 from fullshard.precision import BLOCK, STATE_DTYPES, STATE_ROW_BYTES
 
 # On an H200 these take less time together than copies for the other one, beside a forward too (8 did not).

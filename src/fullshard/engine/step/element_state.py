@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.engine.step_chunks import Key, Part
-from fullshard.engine.step_numbers import Snapshot
+from fullshard.engine.step.chunks import Key, Part
+from fullshard.engine.step.numbers import Snapshot
 from fullshard.errors import OptimizerError, unit_label
 
 

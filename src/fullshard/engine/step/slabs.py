@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fullshard.engine import low_bit
-from fullshard.engine.home import Home
+from fullshard.engine.homes.home import Home
+from fullshard.engine.homes.remainders import PER_BYTE, bitmap_bytes
+from fullshard.engine.homes.split_masters import SplitValues
+from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.engine.lane import Lane
-from fullshard.engine.remainders import PER_BYTE, bitmap_bytes
-from fullshard.engine.split_masters import SplitValues
-from fullshard.engine.step_chunks import Chunk, Key, Part
-from fullshard.engine.transfers import Mark, Transfers
+from fullshard.engine.step import low_bit
+from fullshard.engine.step.chunks import Chunk, Key, Part
 from fullshard.host_memory import host_zeros
 from fullshard.plan.layout import round_up, shard_shape
 from fullshard.precision import BLOCK, STATE_ROW_BYTES

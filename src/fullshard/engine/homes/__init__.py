@@ -1,0 +1,1 @@
+"""Where values rest: on the compute device, in host memory, on disk."""

@@ -1,0 +1,1 @@
+"""An optimizer's step on shards: in place, chunk by chunk, or on entire tensors."""
