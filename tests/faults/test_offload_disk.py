@@ -300,6 +300,28 @@ def test_values_that_a_disk_has_changed_or_lost_are_neither_saved_nor_used_after
     ranks.run(_save_fails, 2, tmp_path, timeout_s=120)
 
 
+def _assigned_and_changed(folder: Path) -> None:
+    """By an optimizer without state, so that there are files of masters alone."""
+    model, _ = _new(folder / "values", "bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 0.5
+    _backward(model, 0)
+    optimizer.step()
+    for path in _files(folder / "values"):
+        with (
+            mock.patch.dict(globals(), _files=lambda _, path=path: [path]),
+            _changed(folder),
+            pytest.raises(OffloadError, match="are not those that were written"),
+        ):
+            fs.save(folder / "checkpoint", model, optimizer)
+    fs.save(folder / "checkpoint", model, optimizer)
+
+
+def test_values_that_were_assigned_on_disk_are_checked_before_they_are_saved(tmp_path: Path) -> None:
+    ranks.run(_assigned_and_changed, 1, tmp_path)
+
+
 def _written_unseen(folder: Path) -> None:
     for written in ("state", "master"):
         model, optimizer = _new(folder, "bf16")

@@ -410,10 +410,12 @@ class Lane:
                 self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
         with torch.inference_mode(False), torch.no_grad():
             rest = self._zeros(len(self.rest))
-            if isinstance(rest, SplitValues) and self.compute_shard is not None:
-                self.rest, self.compute_shard.values = rest, rest.split_values.compute
-            else:
+            if self.permanent:  # the full value is the shard
                 self.rest.data = rest
+            else:
+                self.rest = rest
+            if isinstance(rest, SplitValues) and self.compute_shard is not None:
+                self.compute_shard.values = rest.split_values.compute
             self._divide()
             for view, value in zip(self.shard_views, values, strict=True):
                 view.copy_(value)
@@ -422,7 +424,7 @@ class Lane:
             self.show_sharded()
             if self._edits is not None:  # by torch's own descriptor, say, which is not noted when it happens
                 self._edits.assigned = True
-            if self.permanent:  # the full value is the shard
+            if self.permanent:
                 for parameter, view in zip(self.compute_parameters, self.shard_views, strict=True):
                     set_data(local_of(parameter), view)
 
