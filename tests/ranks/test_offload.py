@@ -356,13 +356,17 @@ def test_slabs_that_hold_later_chunks_are_given_to_those_whose_turn_it_is() -> N
 
 
 def _exchanged(offload: Any) -> list[Tensor]:
+    """Those of a parameter, and those of two parameters."""
     model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
+    for step in range(5):
         engines.loss_of(model, engines.batch(step, 0)).backward()
         if step == 2:
             for state in optimizer.state.values():
                 state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs_()
+        if step == 3:
+            first, second = (model.get_parameter(f"blocks.{index}.0.weight") for index in range(2))
+            optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
         optimizer.step()
         optimizer.zero_grad()
     with fs.full(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ NEAR_PER_FETCHED = 3
 ALIGN = 256  # elements; CPU kernels compute the last ones of a tensor, without vectors, with other roundings
 
 Key = tuple[str, torch.dtype]  # of a state
+Move = tuple[torch.Tensor, torch.Tensor]  # place, values that go there
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,36 @@ class Span:
 
     def put(self, values: Mapping[Key, torch.Tensor], index: int) -> None:
         """States that were loaded, or made by the constructor, go into their places."""
+        move(self.moves(values, index), [self.lane])
+
+    def moves(self, values: Mapping[Key, torch.Tensor], index: int) -> list[Move]:
+        """Where those go that are not in their places."""
         pairs = [(self.at_rest(key, index), value) for key, value in values.items()]
-        moved = [(place, value) for place, value in pairs if not _is_same(place, value)]
-        if not moved:
-            return
-        self.lane.homes.transfers.synchronize()  # what is on its way is read from here, or stored here
-        if len(moved) > 1:  # one may lie where another one goes
-            moved = [(place, value.clone()) for place, value in moved]
-        for place, value in moved:
-            if isinstance(place, BlockState):
-                place.write(value)
-            else:
-                place.copy_(value)
+        return [(place, value) for place, value in pairs if not _is_same(place, value)]
+
+
+def move(moves: Sequence[Move], lanes: Iterable[Lane]) -> None:
+    """All at once: one may lie where another one goes, of another parameter, too."""
+    if not moves:
+        return
+    for transfers in {lane.homes.transfers for lane in lanes}:
+        transfers.synchronize()  # what is on its way is read from here, or stored here
+    overwritten = {_plain(place).untyped_storage().data_ptr() for place, _ in moves}
+    moves = [(place, value.clone() if _may_lie_in(overwritten, value) else value) for place, value in moves]
+    for place, value in moves:
+        if isinstance(place, BlockState):
+            place.write(value)
+        else:
+            place.copy_(value)
+
+
+def _may_lie_in(memory: set[int], value: torch.Tensor) -> bool:
+    plain = _plain(value)
+    return type(plain) is not torch.Tensor or plain.untyped_storage().data_ptr() in memory
+
+
+def _plain(state: torch.Tensor) -> torch.Tensor:
+    return state.rows if isinstance(state, BlockState) else state
 
 
 def _is_same(place: torch.Tensor, value: torch.Tensor) -> bool:

@@ -25,9 +25,15 @@ class _Keeping(Protocol):
 
 def put_in_place(optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter) -> None:
     """States that were loaded or replaced, or made by the constructor, go where they rest."""
+    span.put(states_of(optimizer, span, index, parameter), index)
+
+
+def states_of(
+    optimizer: Optimizer, span: _Keeping, index: int, parameter: nn.Parameter
+) -> dict[Key, torch.Tensor]:
     known = optimizer.state.get(parameter) or {}
     keys = _keys_of(known, span.lane.shard_views[index].shape)
-    span.put({key: known[name] for name, key in keys.items()}, index)
+    return {key: known[name] for name, key in keys.items()}
 
 
 class ElementState:

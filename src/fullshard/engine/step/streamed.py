@@ -57,15 +57,17 @@ from fullshard.engine.homes.transfers import Mark, Transfers
 from fullshard.engine.lane import Lane, disk_homes_of
 from fullshard.engine.step.chunks import (
     Chunk,
+    Move,
     Part,
     chunks_of,
     in_turn,
     is_near,
     is_trained,
+    move,
     range_of,
     spans_of,
 )
-from fullshard.engine.step.element_state import ElementState, is_element_wise, put_in_place
+from fullshard.engine.step.element_state import ElementState, is_element_wise, states_of
 from fullshard.engine.step.numbers import Numbers
 from fullshard.engine.step.slabs import Place, Site, Slabs, Staged, shaped
 from fullshard.engine.writes import set_data
@@ -167,8 +169,7 @@ class StreamedStep:
         self._stored_before = {id(lane): lane.stored for lane in self._lanes}
         self._settle_given()
         before = Numbers(self._optimizer)
-        for parameter in self._hidden:  # on the stream that memory of replaced states belongs to
-            put_in_place(self._optimizer, *self._places[parameter], parameter)
+        self._put_states_in_place()  # on the stream that memory of replaced states belongs to
         groups = self._optimizer.param_groups
         self._numbers_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -204,6 +205,13 @@ class StreamedStep:
         self._states.clear()
         self._counted = Numbers(self._optimizer)
         before.restore()
+
+    def _put_states_in_place(self) -> None:
+        moves: list[Move] = []
+        for parameter in self._hidden:
+            span, index = self._places[parameter]
+            moves += span.moves(states_of(self._optimizer, span, index, parameter), index)
+        move(moves, self._lanes)
 
     def _settle_given(self) -> None:
         """A gradient that user code has set may be that of another parameter. Reading it multiplies what
