@@ -197,7 +197,8 @@ class LaneGradients:
             return values
         values = values.to(self._dtype)
         for factor in self.factors(index):
-            multiply(values, factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
+            factor = factor.to(values.device) if isinstance(factor, torch.Tensor) else factor
+            multiply(values, factor, self._comm.device)
         return values
 
     def require_room(self, index: int, place: torch.Tensor, values: torch.Tensor) -> None:
@@ -232,7 +233,8 @@ class LaneGradients:
             view = self.views[index]
             assert isinstance(view, AwayGradient)
             for factor in values:
-                multiply(view.values_at_rest, factor.cpu() if isinstance(factor, torch.Tensor) else factor)
+                factor = factor.cpu() if isinstance(factor, torch.Tensor) else factor
+                multiply(view.values_at_rest, factor, self._comm.device)
 
     def factors(self, index: int) -> list[Factor]:
         """By which values that are fetched from here have to be multiplied."""

@@ -50,7 +50,7 @@ _ALIASES = {
 
 
 class Divisor(float):
-    """A factor to divide by. Multiplying by its inverse would round otherwise."""
+    """A factor to divide by. Multiplying by its inverse rounds otherwise, where a device divides."""
 
 
 class Source(Protocol):
@@ -220,7 +220,8 @@ class AwayGradient(WithoutMemory, GradShard):
         if not self.source.postpone_factor(self.parameter, factor):
             self.holder.await_update()
             self.source.settle()
-            multiply(values, factor.to(values.device) if isinstance(factor, torch.Tensor) else factor)
+            factor = factor.to(values.device) if isinstance(factor, torch.Tensor) else factor
+            multiply(values, factor, self.comm.device)
             self.source.write(self.parameter, values, values)
 
     @classmethod
@@ -300,11 +301,14 @@ def _refuse_view(func: Any) -> Any:
     )
 
 
-def multiply(values: torch.Tensor, factor: Factor) -> None:
-    if type(factor) is Divisor:
-        values.div_(factor)
-    else:
+def multiply(values: torch.Tensor, factor: Factor, device: torch.device) -> None:
+    """With the bits that it has on this device, for gradients that never left it."""
+    if type(factor) is not Divisor:
         values.mul_(factor)
+    elif device.type == "cuda" and not values.is_cuda:  # there a division by a number is this
+        values.mul_(1 / float(factor))
+    else:
+        values.div_(factor)
 
 
 def _is_factor(func: Any, value: Any) -> bool:

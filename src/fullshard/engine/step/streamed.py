@@ -565,18 +565,17 @@ class StreamedStep:
             self._take_given(values[chunk.within(part)], lane, part)
         return values
 
-    @staticmethod
-    def _multiply(values: torch.Tensor, staged: Staged, gradients: LaneGradients) -> None:
+    def _multiply(self, values: torch.Tensor, staged: Staged, gradients: LaneGradients) -> None:
         """By the factors that were kept: at once, where they are the same ones for all of the chunk."""
         factors = [gradients.factors(part.index) for part in staged.shown]
         alike = all(list(map(id, each)) == list(map(id, factors[0])) for each in factors)
         if alike and len(factors) == len(staged.chunk.parts):
             for factor in factors[0]:
-                multiply(values, factor)
+                multiply(values, factor, self._transfers.device)
             return
         for part, each in zip(staged.shown, factors, strict=True):
             for factor in each:
-                multiply(values[staged.chunk.within(part)], factor)
+                multiply(values[staged.chunk.within(part)], factor, self._transfers.device)
 
     def _take_given(self, place: torch.Tensor, lane: Lane, part: Part) -> None:
         """A gradient that user code has set."""
