@@ -460,7 +460,8 @@ def plan(
 def full(module: nn.Module, writeback: bool = True) -> Iterator[nn.Module]:
     """Inside, parameters of `module` hold their unsharded values, to read or to edit. All ranks must enter.
 
-    With `writeback`, edits are kept; where the ranks' edits differ, the first rank's values are used.
+    With `writeback`, edits are kept; where the ranks' edits differ, the first rank's values are used. Without
+    it they are undone.
     """
     runtime = runtime_of(module, used=False)
     with runtime.opened(runtime.units_of(module), writeback):

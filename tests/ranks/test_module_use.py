@@ -242,7 +242,7 @@ def _edited() -> nn.Module:
     return plain
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "replicate"])
 def test_edits_inside_full_count_and_without_writeback_do_not(strategy: str) -> None:
     for found in ranks.run(_edit_whole, 2, strategy):
         after, trained = found.pop("after"), found.pop("trained")
@@ -251,6 +251,31 @@ def test_edits_inside_full_count_and_without_writeback_do_not(strategy: str) -> 
         for name, value in expected.items():
             assert reference.bitwise(after[name], value), name
         assert_close(trained, trained_in_one_process(range(1), _edited()))
+
+
+def _written_by_other_ways() -> list[str]:
+    import fullshard as fs
+
+    model = sharded("replicate")
+    before = whole(model)
+    with fs.full(model, writeback=False), torch.no_grad():
+        model.head.weight.mul_(2)
+        model.blocks[0][0].bias.data = torch.ones(13)
+        model.blocks[1][0].bias.data.add_(1)
+    assert same(whole(model), before)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fs.full(model, writeback=False):
+            torch._foreach_add_([model.blocks[1][0].bias.detach()], 1.0)
+        with fs.full(model, writeback=False):
+            reference.whole_parameters(model)
+    return [str(each.message) for each in caught]
+
+
+def test_writes_without_writeback_that_cannot_be_undone_are_warned_of() -> None:
+    for messages in ranks.run(_written_by_other_ways, 2):
+        assert len(messages) == 1
+        assert "'blocks.1'" in messages[0]
 
 
 def _edit_on_rank_zero() -> dict[str, Any]:

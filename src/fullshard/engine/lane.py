@@ -43,6 +43,7 @@ writes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -65,7 +66,7 @@ from fullshard.engine.homes.split_masters import Halves, SplitValues, address
 from fullshard.engine.homes.transfers import Mark
 from fullshard.engine.pieces import piece_view
 from fullshard.engine.wire import PlainWire, Wire, parameter_wire, parameter_wire_across
-from fullshard.engine.writes import Writes, set_data
+from fullshard.engine.writes import Shown, Writes, set_data
 from fullshard.errors import OffloadError, StateError, unit_label
 from fullshard.plan.homes import splits
 from fullshard.plan.layout import Layout, Piece, shard_shape
@@ -131,6 +132,7 @@ class Lane:
         self.keeps_memory = False  # of a small model: allocating it for each gather costs more than it holds
         self.places: dict[int, Place] = {}  # parameters whose gradient may be written into the send buffer
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
+        self._shown: Shown | None = None  # there, if these are what rests, and are not to be written
         self.gradients: LaneGradients | None = None
         self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `owned_step`
         self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
@@ -543,10 +545,12 @@ class Lane:
         """This rank's elements of a flat buffer: the inverse of `gather_full_precision`."""
         return flat.view(self.comm.ranks, -1)[self.comm.rank]
 
-    def unshard(self) -> None:
+    def unshard(self, writeback: bool) -> None:
         """Show every element, in the dtype of rest, in the user's parameters (fs.full): a collective."""
         self.take_assigned()
         if self.complete:
+            if not (writeback or self.specs):
+                self._shown = Shown(self.parameters, self.rest)
             self._show_dtensors(self.rest.data)
             return
         self.unsharded = flat = self.gather_full_precision(self.comm.tag(self.unit, "full"))
@@ -562,6 +566,8 @@ class Lane:
             for parameter, twin in self._dtensors:
                 exchange(parameter, twin)
             self._dtensors.clear()
+        if self._shown is not None:
+            self._undo_writes()
         if self.unsharded is None:
             return
         if writeback:
@@ -573,6 +579,18 @@ class Lane:
                 self._node_share.invalidate()
         self.unsharded = None
         self.show_sharded()
+
+    def _undo_writes(self) -> None:
+        """fs.full(writeback=False) of values that are not copies ends."""
+        shown, self._shown = self._shown, None
+        self.show_sharded()
+        if shown is not None and not shown.undo():
+            warnings.warn(
+                f"parameters of {unit_label(self.unit)} were written inside fs.full(writeback=False). The "
+                "writes stay, because every rank has all elements and shows them as they rest. What methods "
+                "of the parameter and p.data write is undone; to keep writes, leave out writeback=False.",
+                stacklevel=5,
+            )
 
     def _show_dtensors(self, flat: torch.Tensor) -> None:
         """Tensor-parallel parameters are DTensors again, over this rank's part."""

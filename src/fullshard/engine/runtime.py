@@ -748,7 +748,7 @@ class Runtime:
             for unit in fresh:
                 unit.is_unsharded = True  # first: a parameter without values yet must not open it once more
                 for lane in unit.lanes:
-                    lane.unshard()
+                    lane.unshard(writeback)
         except BaseException:
             for unit in fresh:
                 unit.is_unsharded = False

@@ -86,6 +86,30 @@ class Writes:
         self._versions = sum(map(_version, self._parameters))
 
 
+class Shown:
+    """Values at rest that parameters show as they are, to be read only. What user code writes into them all
+    the same is undone: from a copy, which is made before the first write."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], values: torch.Tensor) -> None:
+        self._parameters, self._values = parameters, values
+        self._before: torch.Tensor | None = None
+        self._writes = Writes(parameters, self._keep)
+
+    def _keep(self) -> None:
+        if self._before is None:
+            self._before = self._values.detach().clone()
+
+    def undo(self) -> bool:
+        """False: there were writes by ways that are seen too late, and these stay."""
+        for parameter in self._parameters:
+            parameter.__dict__.pop(KEY, None)
+        if self._before is None:
+            return not self._writes.seen()
+        with torch.no_grad():
+            self._values.data.copy_(self._before)
+        return True
+
+
 def watch_data() -> None:
     """From now on `p.data` of a compute parameter is noted; for any other parameter nothing changes."""
     if "data" not in vars(nn.Parameter):
