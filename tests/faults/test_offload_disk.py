@@ -935,6 +935,7 @@ def test_threads_that_wait_for_copies_of_a_gpu_leave_their_cores_to_others(tmp_p
     home.transfers._down = stream = mock.Mock()
     with mock.patch.object(torch.cuda, "Event", lambda blocking: ("event", blocking)):
         home.store(values, 0, torch.ones(4096))
+    home.complete()
     stream.record_event.assert_called_once_with(("event", True))
     stream.record_event.return_value.synchronize.assert_called_once_with()
 
