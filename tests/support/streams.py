@@ -201,8 +201,11 @@ class Watch(TorchDispatchMode):
         if known is None or known.size != storage.nbytes():
             owner = self.host if storage._cdata in self._on_host else stream
             allocated = self._operation("allocation", owner) if is_new else 0
-            known = self._memory[storage._cdata] = Memory(storage, owner, allocated)
+            known = self._memory[storage._cdata] = self._new_memory(storage, owner, allocated)
         return known
+
+    def _new_memory(self, storage: torch.UntypedStorage, owner: Stream, allocated: int) -> Memory:
+        return Memory(storage, owner, allocated)
 
     def forget_freed(self) -> None:
         for key, memory in list(self._memory.items()):
@@ -377,8 +380,8 @@ def _region(tensor: torch.Tensor) -> Any:
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    watch = Watch()
+def watched(watch: Watch | None = None) -> Iterator[Watch]:
+    watch = Watch() if watch is None else watch
     engine = fullshard.engine
 
     @contextmanager

@@ -221,6 +221,8 @@ class LiveUnit:
             self.slots.show_full(part)
             now.shown = part
             now.frame = _calling_frame()
+            if self.lanes and self.lanes[0].homes.transfers.held:
+                self.lanes[0].homes.transfers.free_held()
         elif part != now.shown:  # one of its modules calls another
             assert now.shown is not None
             self.slots.show_sharded(now.shown)

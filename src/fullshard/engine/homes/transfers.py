@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 HELD = 2  # device buffers whose values are on their way to the host
+FREED_BEHIND = 2 * HELD  # units of a forward: they have computed for longer than these copies take
 # A device takes about a thousand launches ahead per stream, and then the host waits: it could not issue the
 # forward beside which a step is to go on. Of a chunk there are about eight.
 UPDATE_STREAMS, CHUNKS_PER_STREAM = 3, 64
@@ -79,7 +80,8 @@ class Transfers:
         )
         self._updates = deque(updates)  # the first one is in use
         self._chunks = 0
-        self._held: deque[tuple[torch.Tensor, Mark]] = deque()
+        self.held: deque[tuple[torch.Tensor, Mark]] = deque()  # the oldest first
+        self._units_since = 0  # one was held last
         self.pending: Mark | None = None  # behind a step that goes on beside what follows it
         self._read_elsewhere: dict[Any, Mark] = {}  # on streams of another model, by stream
         self.num_writes = 0  # how often this process may have written, by our own code, what rests
@@ -142,10 +144,21 @@ class Transfers:
         """Keep a device buffer until its copy is over. Computing waits where too many are on their way."""
         if self._down is None:
             return
-        self._held.append((buffer, until))
-        while self._held and (len(self._held) > HELD or self._held[0][1].over()):
-            self._held[0][1].wait()
-            self._held.popleft()
+        self.held.append((buffer, until))
+        self._units_since = 0
+        while self.held and (len(self.held) > HELD or self.held[0][1].over()):
+            self._free()
+
+    def _free(self) -> None:
+        _, until = self.held.popleft()
+        until.wait()
+
+    def free_held(self) -> None:
+        """At the forward of each unit. Without this the last buffers of a backward would stay until the next
+        one, where no step waits for copies."""
+        self._units_since += 1
+        while self.held and self._units_since > FREED_BEHIND:
+            self._free()
 
     def pending_elsewhere(self, models: Iterable[Transfers]) -> list[Mark]:
         """Behind steps on these models that go on by other streams than ours: nothing of ours is behind."""
@@ -188,7 +201,7 @@ class Transfers:
         for stream in (self._up, self._gathers, *self._updates, self._down):
             if stream is not None:
                 stream.synchronize()
-        self._held.clear()
+        self.held.clear()
 
     def settle(self) -> None:
         """The host waits for a step that goes on, if there is one: it is about to read what that writes."""
