@@ -134,7 +134,7 @@ class Lane:
         self.unsharded: torch.Tensor | None = None  # inside fs.full: every element, in the dtype of rest
         self._shown: Shown | None = None  # there, if these are what rests, and are not to be written
         self.gradients: LaneGradients | None = None
-        self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `owned_step`
+        self.recover: Callable[[], None] | None = None  # while a step shows entire tensors, see `step.owned`
         self.present: Callable[[torch.Tensor, Lane, int], None] | None = None  # of an integration
 
     def _zeros(self, num_elements: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A BlockState has the shape and dtype that the optimizer gave its state, and no memory of its own: its values
 are rows of bytes in the home of states (see `low_bit`). Whatever reads it computes with decoded values, and
-what is written in place is encoded. Inside a step there are plain tensors instead (see `streamed_step`).
+what is written in place is encoded. Inside a step there are plain tensors instead (see `streamed`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ bf16, comes back: 4 bytes per parameter instead of the 12 of a step on entire te
 
 The next bucket is in flight while one is computed. Torch's own call of `step` follows with no gradients. Its
 arithmetic is written out here, and its functions are called where they are found: a version of torch with
-others, or a subclass, steps on entire tensors (`owned_step`).
+others, or a subclass, steps on entire tensors (`owned`).
 
 Parameters of `fullshard.muon.Muon` hold several matrices each, one after the other in memory. Each has an
 owner of its own.

@@ -1,10 +1,10 @@
 """How optimizers step on shards.
 
 A check comes before every step of any torch optimizer. Torch's own element-wise classes pass by their type. A
-copy of any other one is tried on synthetic parameters before its first step (`optimizer_trial`):
+copy of any other one is tried on synthetic parameters before its first step (`trial`):
 
     element-wise   it steps on shards
-    owned          it looks at entire tensors, each by itself: it steps on these (`owned_step`)
+    owned          it looks at entire tensors, each by itself: it steps on these (`owned`)
     gathered       it looks at all of them together: by request only, because every rank then needs the memory
                    of an unsharded model
 

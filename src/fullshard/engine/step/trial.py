@@ -12,12 +12,12 @@ or over a row does shows there, whatever its name:
     sizes       a few parameters at their real size and cut (shortened if they are large), because
                 optimizers that keep states in blocks do so from some size on
 
-What is not element-wise is tried once more, as owners of tensors would run it (`owned_step`): on entire
-tensors, on some of the parameters only, the others without gradients, in several calls per step. If that
-makes the same values, and numbers, it looks at each tensor by itself.
+What is not element-wise is tried once more, as owners of tensors would run it (`owned`): on entire tensors,
+on some of the parameters only, the others without gradients, in several calls per step. If that makes the
+same values, and numbers, it looks at each tensor by itself.
 
-What is element-wise, and is to step in chunks (`streamed_step`), is tried in these: several calls per step,
-in which all other parameters have no gradient, and a tensor is cut.
+What is element-wise, and is to step in chunks (`streamed`), is tried in these: several calls per step, in
+which all other parameters have no gradient, and a tensor is cut.
 
 Neither the optimizer nor random number generators are changed. The result is the same on every rank: it
 depends on the optimizer's class, its settings and the layout alone.
@@ -769,7 +769,7 @@ class _Player:
 
 
 class _Owner(_Player):
-    """A copy that has entire tensors of some parameters at a time, and shards of the others, as `owned_step`
+    """A copy that has entire tensors of some parameters at a time, and shards of the others, as `owned`
     shows them: values in new memory, and no gradients of what it does not own."""
 
     def __init__(
@@ -859,7 +859,7 @@ class _Owner(_Player):
 
 class _Chunks(_Player):
     """A copy that steps in several calls, each on a range of the elements of some parameters, with the states
-    of these elements; a last call, on parameters that rest elsewhere, follows: see `streamed_step`."""
+    of these elements; a last call, on parameters that rest elsewhere, follows: see `streamed`."""
 
     def __init__(self, copying: _Copying, samples: Sequence[_Sample], course: _Course) -> None:
         super().__init__(copying, samples, course, None, as_shards=True)
