@@ -356,17 +356,19 @@ def test_slabs_that_hold_later_chunks_are_given_to_those_whose_turn_it_is() -> N
 
 
 def _exchanged(offload: Any) -> list[Tensor]:
-    """Those of a parameter, and those of two parameters."""
+    """Those of a parameter, and those of two parameters, of which one may have no gradient then."""
     model = engines.shard_blocks(engines.build(), precision="bf16", offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(5):
+    for step in range(7):
         engines.loss_of(model, engines.batch(step, 0)).backward()
         if step == 2:
             for state in optimizer.state.values():
                 state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs_()
-        if step == 3:
+        if step in (3, 5):
             first, second = (model.get_parameter(f"blocks.{index}.0.weight") for index in range(2))
             optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+            if step == 5:
+                second.grad = None
         optimizer.step()
         optimizer.zero_grad()
     with fs.full(model):

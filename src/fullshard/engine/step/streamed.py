@@ -207,10 +207,16 @@ class StreamedStep:
         before.restore()
 
     def _put_states_in_place(self) -> None:
+        """Those of parameters without a gradient, too: this step may write where they lie now."""
         moves: list[Move] = []
-        for parameter in self._hidden:
+        for parameter in self._parameters:
             span, index = self._places[parameter]
-            moves += span.moves(states_of(self._optimizer, span, index, parameter), index)
+            states = states_of(self._optimizer, span, index, parameter)
+            found = span.moves(states, index)
+            if found and parameter not in self._hidden:
+                at_rest = {key[0]: span.at_rest(key, index) for key in states}
+                self._optimizer.state[parameter].update(at_rest)
+            moves += found
         move(moves, self._lanes)
 
     def _settle_given(self) -> None:
