@@ -256,15 +256,22 @@ def test_edits_inside_full_count_and_without_writeback_do_not(strategy: str) -> 
 def _written_by_other_ways() -> list[str]:
     import fullshard as fs
 
-    model = sharded("replicate")
-    before = whole(model)
-    with fs.full(model, writeback=False), torch.no_grad():
-        model.head.weight.mul_(2)
-        model.blocks[0][0].bias.data = torch.ones(13)
-        model.blocks[1][0].bias.data.add_(1)
-    assert same(whole(model), before)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        for precision in ("fp32", "bf16"):
+            model = sharded("replicate", precision=precision)
+            before = whole(model)
+            with fs.full(model, writeback=False), torch.no_grad():
+                model.head.weight.mul_(2)
+                model.blocks[0][0].bias.data = torch.ones(13)
+                model.blocks[1][0].bias.data.add_(1)
+            assert same(whole(model), before)
+            with fs.full(model, writeback=False), torch.no_grad():
+                loss = loss_of(model, batch(0, 0))
+                model.blocks[0][0].bias.data = torch.ones(13)
+                assert loss_of(model, batch(0, 0)) != loss
+            assert same(whole(model), before)
+            assert loss_of(model, batch(0, 0)) == loss
         with fs.full(model, writeback=False):
             torch._foreach_add_([model.blocks[1][0].bias.detach()], 1.0)
         with fs.full(model, writeback=False):
@@ -272,7 +279,7 @@ def _written_by_other_ways() -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_writes_without_writeback_that_cannot_be_undone_are_warned_of() -> None:
+def test_writes_without_writeback_that_cannot_be_undone_are_warned_of_and_no_others() -> None:
     for messages in ranks.run(_written_by_other_ways, 2):
         assert len(messages) == 1
         assert "'blocks.1'" in messages[0]

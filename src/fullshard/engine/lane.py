@@ -410,6 +410,8 @@ class Lane:
             if value.shape != view.shape:
                 has = f"this rank holds {tuple(view.shape)} of"
                 self._refuse_shape(piece, value, has, "Assign unsharded values inside fs.full.")
+        if self._shown is not None:
+            self._shown.keep()
         with torch.inference_mode(False), torch.no_grad():
             rest = self._zeros(len(self.rest))
             if self.permanent:  # the full value is the shard
@@ -584,7 +586,7 @@ class Lane:
         """fs.full(writeback=False) of values that are not copies ends."""
         shown, self._shown = self._shown, None
         self.show_sharded()
-        if shown is not None and not shown.undo():
+        if shown is not None and not shown.undo(self.rest):
             warnings.warn(
                 f"parameters of {unit_label(self.unit)} were written inside fs.full(writeback=False). The "
                 "writes stay, because every rank has all elements and shows them as they rest. What methods "

@@ -93,20 +93,23 @@ class Shown:
     def __init__(self, parameters: Sequence[nn.Parameter], values: torch.Tensor) -> None:
         self._parameters, self._values = parameters, values
         self._before: torch.Tensor | None = None
-        self._writes = Writes(parameters, self._keep)
+        self._writes = Writes(parameters, self.keep)
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """They are about to be written."""
         if self._before is None:
             self._before = self._values.detach().clone()
 
-    def undo(self) -> bool:
-        """False: there were writes by ways that are seen too late, and these stay."""
+    def undo(self, values: torch.Tensor) -> bool:
+        """`values` rest now, and parameters show them again. False: there were writes by ways that are seen
+        too late, and these stay."""
         for parameter in self._parameters:
             parameter.__dict__.pop(KEY, None)
         if self._before is None:
+            self._writes.assigned = False  # what was assigned is not shown any more
             return not self._writes.seen()
         with torch.no_grad():
-            self._values.data.copy_(self._before)
+            values.data.copy_(self._before)
         return True
 
 
