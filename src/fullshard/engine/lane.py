@@ -551,8 +551,10 @@ class Lane:
         """Show every element, in the dtype of rest, in the user's parameters (fs.full): a collective."""
         self.take_assigned()
         if self.complete:
-            if not (writeback or self.specs):
+            if not writeback:
                 self._shown = Shown(self.parameters, self.rest)
+                if self.specs:  # writes into DTensors are not noted
+                    self._shown.keep()
             self._show_dtensors(self.rest.data)
             return
         self.unsharded = flat = self.gather_full_precision(self.comm.tag(self.unit, "full"))
