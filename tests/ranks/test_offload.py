@@ -232,6 +232,32 @@ def test_what_is_computed_of_gradients_on_the_host_is_summed_over_ranks_on_their
     assert ranks.run(_carried_from, 2) == [["meta", "meta"]] * 2
 
 
+def _kept_factors() -> list[bool]:
+    """Whether clipping leaves its factor to the step, behind each way to read or write gradients."""
+    model = engines.shard_blocks(engines.build(), offload="host")
+    engines.loss_of(model, engines.batch(0, 0)).backward()
+    gradients = runtime_of(model).lanes[0].gradients
+    assert gradients is not None
+    reads: list[Callable[[Tensor], Any]] = [
+        lambda g: g.data.norm(),
+        lambda g: g.detach().abs().max(),
+        lambda g: g.add_(0.1),
+        lambda g: g.data,
+    ]
+    found = []
+    for read in reads:
+        values = [read(p.grad) for p in model.parameters() if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        found.append(bool(gradients.factors(0)))
+        gradients.settle()
+    del values
+    return found
+
+
+def test_a_gradient_that_was_read_is_scaled_where_it_steps_unless_code_may_still_write_it() -> None:
+    assert ranks.run(_kept_factors, 1) == [[True, True, True, False]]
+
+
 def _read_behind_a_step() -> None:
     model = engines.shard_blocks(engines.build(Net), offload=fs.Offload(overlap=True))
     optimizer = OPTIMIZERS["AdamW"](model.parameters())

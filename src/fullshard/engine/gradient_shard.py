@@ -50,7 +50,7 @@ class LaneGradients:
         self.holder = Holder()
         self._norms: list[torch.Tensor] | None = None  # of views, where these have left the device
         self._factors: dict[int, list[Factor]] = {}  # to be multiplied in, by index, the oldest first
-        self._lent = False  # user code has, or had, plain tensors over these values
+        self._lent = False  # user code was given plain tensors over these values
         self.landed: Mark | None = None  # values are at rest
         self.views = [self._view(index, piece) for index, piece in enumerate(layout.pieces)]
         self.live = False  # holds a sum that the next reduce is added to
@@ -141,8 +141,7 @@ class LaneGradients:
 
     def put_back(self, staged: torch.Tensor) -> None:
         self._factors.clear()
-        self._lent = self._lent and self._storage_uses() > self._own_uses
-        self._norms = None if self._lent else self._norms_of(staged)
+        self._norms = None if self._is_lent() else self._norms_of(staged)
         if staged is not self.own:
             self._land(self.own, staged)
 
@@ -186,7 +185,7 @@ class LaneGradients:
         self._apply_factors()
 
     def postpone_factor(self, index: int, factor: Factor) -> bool:
-        if self._lent or (self.home.kind == "device" and not self.as_computed):
+        if (self.home.kind == "device" and not self.as_computed) or self._is_lent():
             return False
         self._norms = None
         self._factors.setdefault(index, []).append(factor)
@@ -220,6 +219,11 @@ class LaneGradients:
     def lend(self) -> None:
         if not self.as_computed:  # those are read from copies
             self._norms, self._lent = None, True
+
+    def _is_lent(self) -> bool:
+        """Whether user code still holds plain tensors over these values."""
+        self._lent = self._lent and self._storage_uses() > self._own_uses
+        return self._lent
 
     def _apply_factors(self) -> None:
         if not self._factors or self.as_computed:
