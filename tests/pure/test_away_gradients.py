@@ -19,6 +19,8 @@ def test_a_division_on_the_host_has_the_bits_of_one_on_the_device() -> None:
     assert torch.equal(divided, values / 3)
     assert torch.equal(multiplied, values * torch.tensor(1 / 3, dtype=torch.float64).float())
     assert not torch.equal(divided, multiplied)
+    multiply(multiplied, Divisor(0), GPU)
+    assert multiplied.isinf().all()
 
 
 def test_a_factor_is_multiplied_in_everywhere() -> None:

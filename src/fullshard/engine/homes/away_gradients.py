@@ -306,7 +306,7 @@ def multiply(values: torch.Tensor, factor: Factor, device: torch.device) -> None
     if type(factor) is not Divisor:
         values.mul_(factor)
     elif device.type == "cuda" and not values.is_cuda:  # there a division by a number is this
-        values.mul_(1 / float(factor))
+        values.mul_(float(torch.tensor(factor, dtype=torch.float64).reciprocal()))
     else:
         values.div_(factor)
 
