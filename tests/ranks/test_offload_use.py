@@ -408,10 +408,14 @@ def offloads(num_ranks: int, options: dict[str, Any], folder: Path) -> list[Any]
 
 def compare(name: str, options: dict[str, Any], chosen: list[Any], folder: Path) -> None:
     """A use with the chosen offloads, and without."""
-    expected = USES[name](dict(options), folder)
+    compare_runs(USES[name], name, options, chosen, folder)
+
+
+def compare_runs(run: Run, name: str, options: dict[str, Any], chosen: list[Any], folder: Path) -> None:
+    expected = run(dict(options), folder)
     for offload in chosen:
         try:
-            found = USES[name]({**options, "offload": offload}, folder)
+            found = run({**options, "offload": offload}, folder)
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.equal(found[key], value), key
@@ -472,10 +476,9 @@ def _gradients_written_through_aliases() -> None:
             optimizer.zero_grad()
         return values(model) | found
 
-    USES["aliases"] = run
     alone = fs.Offload(kinds=("gradients",), chunk=300)
     for options in OPTIONS:
-        compare("aliases", options, ["host", "optimizer", alone], Path())
+        compare_runs(run, "aliases", options, ["host", "optimizer", alone], Path())
         ranks.end_groups_of_models()
 
 
@@ -495,8 +498,7 @@ def _assigned_unnoticed() -> None:
         steps(model, optimizer, 1)
         return values(model)
 
-    USES["assigned unnoticed"] = run
-    compare("assigned unnoticed", {"precision": "bf16"}, ["host", "optimizer"], Path())
+    compare_runs(run, "assigned unnoticed", {"precision": "bf16"}, ["host", "optimizer"], Path())
 
 
 def test_values_that_are_assigned_by_other_ways_than_the_attribute_are_seen() -> None:
