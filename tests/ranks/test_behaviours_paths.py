@@ -139,6 +139,40 @@ def test_paths_may_differ_on_three_ranks(name: str) -> None:
     assert_same(results, _expected_marked(name, 3))
 
 
+def _pieces(step: int, rank: int, kept: bool) -> tuple[engines.Piece, engines.Piece]:
+    return _piece(step, rank), _piece(step if kept else step + 1, rank)
+
+
+def _loss_of_both(model: nn.Module, pieces: tuple[engines.Piece, engines.Piece]) -> Tensor:
+    return engines.loss_of(model, pieces[0]) + engines.loss_of(model, pieces[1])
+
+
+def _train_in_two_backwards(name: str, strategy: str, kept: bool) -> Trace:
+    """Of two graphs, or of one that is kept."""
+    model = shard_blocks(build(PATHS[name]), strategy=strategy)
+    optimizer = sgd(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        first, second = _pieces(step, my_rank(), kept)
+        loss = engines.loss_of(model, first)
+        other = loss if kept else engines.loss_of(model, second)
+        loss.backward(retain_graph=kept)
+        other.backward()
+        losses.append(loss.item() + other.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trace(losses, [0.0] * STEPS, engines.whole("fullshard", model))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@tables.in_turn(("name", "strategy"), ["Reversed", "SkipsOne"], ["zero3", "zero1"])
+def test_paths_may_differ_where_two_backwards_follow_each_other(name: str, strategy: str, kept: bool) -> None:
+    pieces = [[_pieces(step, rank, kept) for rank in range(2)] for step in range(STEPS)]
+    trace = reference.train(build(PATHS[name]), pieces, _loss_of_both, sgd, STEPS)
+    expected = Trace(trace.losses, [0.0] * STEPS, trace.parameters)
+    assert_same(ranks.run(_train_in_two_backwards, 2, name, strategy, kept), expected)
+
+
 def _never_used() -> tuple[list[bool], list[bool]]:
     model = engines.shard("fullshard", build(HalfUsed))
     unused = [p for name, p in model.named_parameters() if "marked_only" in name]

@@ -100,6 +100,7 @@ class Runtime:
         self._tasks: list[int] = []
         self._penalised_task = NO_TASK  # the backward that has brought a penalty
         self._passes = 0
+        self._backward_since_call = False  # of a unit, by a forward with gradients
         self._outermost = self.root  # the unit whose forward is, or was, around all that run
         self._written: list[LiveUnit] = []  # in the running pass, not settled yet
         self._read: set[LiveUnit] = set()  # in the running pass, by other modules
@@ -198,7 +199,8 @@ class Runtime:
             if gathering.inference is not None:
                 gathering.inference.leave(unit)
                 return output
-            now.called |= hooked or (gathering.forward is not None and gathering.forward.grads)
+            if hooked or (gathering.forward is not None and gathering.forward.grads):
+                self._note_called(unit)
             if gathering.forward is None and now.depth == 0:
                 self._settle_writes()  # a part of the model was called by itself
             if unit is not self.root:
@@ -455,6 +457,14 @@ class Runtime:
         for unit in ended:
             self.reduction.done(unit.index, self._called)
 
+    def _note_called(self, unit: LiveUnit) -> None:
+        """A backward may follow, or several: of further losses, or of a graph that is kept."""
+        if self._backward_since_call:
+            self._backward_since_call = False
+            for each in self.units:
+                each.pass_state.called = False
+        unit.pass_state.called = True
+
     def _called(self, index: int) -> bool:
         return self.units[index].pass_state.called
 
@@ -523,6 +533,7 @@ class Runtime:
     def _end_backward(self) -> None:
         if self._observer is not None:
             self._observer.begin("end of backward", "")
+        self._backward_since_call = True
         with torch.no_grad():
             self.gathering.pass_rest_of_backward()
             self.reduction.flush()

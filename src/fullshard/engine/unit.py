@@ -59,7 +59,7 @@ class PassState:
     claims: int = 0  # entries of the walk that were passed for it and not used yet
     awaited: set[nn.Module] = field(default_factory=set)  # blocks of a merged unit not called since it rested
     to_recompute: set[nn.Module] = field(default_factory=set)  # and those called, but not again in backward
-    called: bool = False  # by a forward whose backward is not over
+    called: bool = False  # by a forward since the last backward before it: graphs of it may be left
     unhooked: bool = False  # a forward left nothing that marks the beginning of its backward: stays full
     read: bool = False  # other modules computed with its parameters: stays full until backward is over
     written: bool = False  # its full value was written, and that was not settled yet: stays full
@@ -249,7 +249,9 @@ class LiveUnit:
     def end_backward(self) -> None:
         """Its backward is over. A forward may still run: user code may call backward inside it."""
         now = self.pass_state
-        self.pass_state = PassState(now.depth, now.shown, now.frame, now.nodes, awaited=now.awaited)
+        self.pass_state = PassState(
+            now.depth, now.shown, now.frame, now.nodes, awaited=now.awaited, called=now.called
+        )
 
     def drop_calls(self) -> None:
         """Forwards of it that seem to run were interrupted."""
