@@ -21,6 +21,7 @@ from fullshard.plan.tensor_parallel import local_of
 from fullshard.plan.units import has_forward
 from fullshard.torch_fsdp.deferred import (
     Phase,
+    begin_on_call,
     begin_unless_on_meta,
     is_on_meta,
     parameters_in,
@@ -94,8 +95,6 @@ def fully_shard(
         _check_module(each)
         _check_parameters(each, shard_placement_fn)
     policy = as_mixed_precision(mp_policy)
-    if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
-        _begin_untraced.append(torch.compiler.disable(ModuleRequest.begin))  # type: ignore[no-untyped-call]
     ignored = frozenset(ignored_params or ())
     options = FullyShardOptions(mesh, reshard_after_forward, policy, is_offloaded(offload_policy), ignored)
     for each in modules:
@@ -249,14 +248,8 @@ class _DeferredModule:
 
 
 def _begun(module: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():  # the first call of `torch.compile(model)`
-        _begin_untraced[0](module_request(module))
-    else:
-        module_request(module).begin()
+    begin_on_call(module_request(module))
     return module
-
-
-_begin_untraced: list[Callable[[ModuleRequest], Any]] = []  # `begin`, which torch.compile must not trace
 
 
 def _answering_state(request: ModuleRequest, state: Any, prefix: str) -> Any:

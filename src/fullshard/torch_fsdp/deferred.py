@@ -67,6 +67,8 @@ class Request:
     options: RequestOptions
 
     def __init__(self, module: nn.Module) -> None:
+        if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
+            _begin_untraced.append(torch.compiler.disable(_begin))  # type: ignore[no-untyped-call]
         self._module = weakref.ref(module)
         self.phase = Phase.DEFERRED
         self.is_root: bool | None = None  # None until the model is used
@@ -180,6 +182,18 @@ def outermost(request: R) -> R:
             f"fully_shard and FullyShardedDataParallel in one model ({type(module).__name__})", "Use one."
         )
     return outer
+
+
+def begin_on_call(request: Request) -> None:
+    """At a call of the model. The first one of `torch.compile(model)` is traced, and this must not be."""
+    (_begin_untraced[0] if torch.compiler.is_dynamo_compiling() else _begin)(request)
+
+
+def _begin(request: Request) -> None:
+    request.begin()
+
+
+_begin_untraced: list[Callable[[Request], Any]] = []
 
 
 def begin_unless_on_meta(request: Request) -> None:

@@ -23,6 +23,7 @@ from fullshard.torch_fsdp.deferred import (
     Phase,
     Request,
     Sharding,
+    begin_on_call,
     copied,
     default_device,
     parameters_in,
@@ -66,8 +67,6 @@ class Wrapper(nn.Module):
     _fsdp_wrapped_module: nn.Module
 
     def _defer(self, options: WrapperOptions) -> None:
-        if not _begin_untraced:  # not at import: this brings in torch's compiler, which costs a second
-            _begin_untraced.append(torch.compiler.disable(WrapperRequest.begin))  # type: ignore[no-untyped-call]
         WrapperRequest(self, options)
         self.state_dict_settings = strategies.settings(StateDictType.FULL_STATE_DICT)
         self.buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by name
@@ -192,14 +191,8 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 
 def begin(wrapper: Wrapper) -> Runtime | None:
     """The engine of this wrapper, built now unless it was before; None if there is nothing to shard."""
-    if torch.compiler.is_dynamo_compiling():  # the first call of `torch.compile(model)`
-        _begin_untraced[0](wrapper_request(wrapper))
-    else:
-        wrapper_request(wrapper).begin()
+    begin_on_call(wrapper_request(wrapper))
     return engine_of(wrapper)
-
-
-_begin_untraced: list[Callable[[WrapperRequest], Any]] = []  # `begin`, which torch.compile must not trace
 
 
 def _alone(request: WrapperRequest, root: WrapperRequest) -> bool:
