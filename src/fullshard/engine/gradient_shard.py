@@ -196,7 +196,6 @@ class LaneGradients:
             return values
         values = values.to(self._dtype)
         for factor in self.factors(index):
-            factor = factor.to(values.device) if isinstance(factor, torch.Tensor) else factor
             multiply(values, factor, self._comm.device)
         return values
 
@@ -237,7 +236,6 @@ class LaneGradients:
             view = self.views[index]
             assert isinstance(view, AwayGradient)
             for factor in values:
-                factor = factor.cpu() if isinstance(factor, torch.Tensor) else factor
                 multiply(view.values_at_rest, factor, self._comm.device)
 
     def factors(self, index: int) -> list[Factor]:

@@ -220,7 +220,6 @@ class AwayGradient(WithoutMemory, GradShard):
         if not self.source.postpone_factor(self.parameter, factor):
             self.holder.await_update()
             self.source.settle()
-            factor = factor.to(values.device) if isinstance(factor, torch.Tensor) else factor
             multiply(values, factor, self.comm.device)
             self.source.write(self.parameter, values, values)
 
@@ -303,7 +302,9 @@ def _refuse_view(func: Any) -> Any:
 
 def multiply(values: torch.Tensor, factor: Factor, device: torch.device) -> None:
     """With the bits that it has on this device, for gradients that never left it."""
-    if type(factor) is not Divisor:
+    if isinstance(factor, torch.Tensor):
+        values.mul_(factor.to(values.device))
+    elif type(factor) is not Divisor:
         values.mul_(factor)
     elif device.type == "cuda" and not values.is_cuda:  # there a division by a number is this
         values.mul_(float(torch.tensor(factor, dtype=torch.float64).reciprocal()))
